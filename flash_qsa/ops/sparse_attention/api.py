@@ -1,0 +1,176 @@
+"""sparse_attention: grouped-query attention over selected blocks and the open group."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from flash_qsa import dispatch
+from flash_qsa.checks import (
+    E4M3_DTYPES,
+    FLOAT_DTYPES,
+    Axes,
+    Scale,
+    expect_contiguous_last,
+    expect_device,
+    expect_dtype,
+    expect_out,
+    expect_positive,
+    expect_scale,
+)
+from flash_qsa.plan import BatchPlan
+
+
+def sparse_attention(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    block_ids: torch.Tensor,
+    positions: torch.Tensor,
+    page_table: torch.Tensor,
+    request_ids: torch.Tensor,
+    *,
+    compress_ratio: int,
+    scale: float | None = None,
+    gate: torch.Tensor | None = None,
+    k_scale: Scale | None = None,
+    v_scale: Scale | None = None,
+    tail_start: torch.Tensor | None = None,
+    token_base: torch.Tensor | None = None,
+    plan: BatchPlan | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    out: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """softmax(scale · q · Kᵀ) · V over each row's tokens, optionally times sigmoid(gate).
+
+    Row t attends the tokens of its blocks, b · C … b · C + C - 1, and its open group,
+    tail_start[t] … positions[t]. Blocks that reach tail_start or beyond contribute nothing, so a
+    row never attends a token after its own position, nor one token twice. Neither do -1, ids and
+    tokens without a page, and rows whose request or position is negative. A row that attends
+    nothing gives zeros and a log-sum-exp of -inf.
+
+    Args:
+        query: [T, Hq, D] in BF16, FP16 or FP32; normed and rotated.
+        kv_cache: [P, Hkv, S, 2·D], keys in the first D channels and values behind them, in query's
+            dtype or FP8 (float8_e4m3fn, or its bytes in uint8); or a pair (keys, values), each
+            [P, Hkv, S, D]. Any strides with a contiguous last axis. S is a multiple of C unless
+            token_base is given.
+        block_ids: int32 [T, K], in any order, with holes or not, each block at most once.
+        positions: int32 or int64 [T], logical position of each row.
+        page_table: int32 [R, n]. request_ids: int32 [T].
+        compress_ratio: C, tokens a block.
+        scale: softmax scale, D ** -0.5 by default.
+        gate: [T, Hq, D]; the output is rounded to query's dtype, then multiplied by sigmoid(gate)
+            in FP32 and rounded again.
+        k_scale, v_scale: per-tensor FP8 scales, a float or a one-element FP32 tensor (which is
+            read on the device, so that a captured graph sees later values). Refused for caches
+            that are not FP8.
+        tail_start: int32 or int64 [T], first token of the open group; by default
+            (positions + 1) // C · C. Draft steps that reuse an older selection pass the tail start
+            of the step that made it.
+        token_base: int32 or int64 [T], added to logical tokens before the page lookup; for keys
+            that do not start at their page table's first cell. 0 by default.
+        plan: the step's batch, whose host integers choose a schedule; never changes what is
+            attended.
+        return_lse: also return the natural log-sum-exp of the scaled scores, FP32 [T, Hq].
+        deterministic: the result of a row does not depend on the rest of the batch, bit for bit.
+            Without it, repeating a call still gives the same bits.
+        out: [T, Hq, D] to fill.
+
+    Returns:
+        [T, Hq, D] in query's dtype (and the log-sum-exp).
+
+    Raises:
+        ValueError: shapes, strides, devices or sizes that do not fit.
+        UnsupportedError: a dtype that is not listed.
+    """
+    keys, values = _split_cache(kv_cache)
+    axes = Axes()
+    axes.shape("query", query, ("T", "Hq", "D"))
+    axes.shape("kv_cache", keys, ("P", "Hkv", "S", "D"))
+    axes.shape("kv_cache", values, ("P", "Hkv", "S", "D"))
+    axes.shape("block_ids", block_ids, ("T", "K"))
+    axes.shape("positions", positions, ("T",))
+    axes.shape("page_table", page_table, ("R", "n"))
+    axes.shape("request_ids", request_ids, ("T",))
+    if gate is not None:
+        axes.shape("gate", gate, ("T", "Hq", "D"))
+        expect_dtype("gate", gate, (query.dtype,))
+    expect_dtype("query", query, FLOAT_DTYPES)
+    expect_dtype("kv_cache", keys, (query.dtype, *E4M3_DTYPES))
+    expect_dtype("kv_cache", values, (keys.dtype,))
+    expect_dtype("block_ids", block_ids, (torch.int32,))
+    expect_dtype("page_table", page_table, (torch.int32,))
+    expect_dtype("request_ids", request_ids, (torch.int32,))
+    per_row = {"positions": positions}
+    if tail_start is not None:
+        per_row["tail_start"] = tail_start
+    if token_base is not None:
+        per_row["token_base"] = token_base
+    for name, tensor in per_row.items():
+        axes.shape(name, tensor, ("T",))
+        expect_dtype(name, tensor, (torch.int32, torch.int64))
+    tensors = {"keys": keys, "block_ids": block_ids, "page_table": page_table, **per_row}
+    tensors["request_ids"] = request_ids
+    if gate is not None:
+        tensors["gate"] = gate
+    for name, tensor in tensors.items():
+        expect_device(name, tensor, query.device)
+    for name, tensor in (("query", query), ("kv_cache", keys), ("kv_cache", values)):
+        expect_contiguous_last(name, tensor)
+    expect_positive("compress_ratio", compress_ratio)
+    if axes["Hkv"] == 0 or axes["Hq"] % axes["Hkv"]:
+        raise ValueError(
+            f"query: {axes['Hq']} heads are not a multiple of kv_cache's {axes['Hkv']}"
+        )
+    if token_base is None and axes["S"] % compress_ratio:
+        raise ValueError(
+            f"kv_cache: a page of {axes['S']} tokens is not a multiple of compress_ratio "
+            f"{compress_ratio}"
+        )
+    scale = axes["D"] ** -0.5 if scale is None else float(scale)
+    if not math.isfinite(scale):
+        raise ValueError(f"scale: expected a finite number, got {scale}")
+    for name, value in (("k_scale", k_scale), ("v_scale", v_scale)):
+        expect_scale(name, value, keys.dtype, query.device)
+
+    if out is None:
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    else:
+        expect_out(out, query.shape, query.dtype, query.device)
+    lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+    if query.shape[0]:
+        dispatch.implementation("sparse_attention", backend, query.device)(
+            query,
+            keys,
+            values,
+            block_ids,
+            positions,
+            page_table,
+            request_ids,
+            compress_ratio,
+            scale,
+            gate,
+            k_scale,
+            v_scale,
+            tail_start,
+            token_base,
+            plan,
+            deterministic,
+            out,
+            lse if return_lse else None,
+        )
+    return (out, lse) if return_lse else out
+
+
+def _split_cache(
+    kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if not isinstance(kv_cache, torch.Tensor):
+        keys, values = kv_cache
+        return keys, values
+    if kv_cache.dim() != 4 or kv_cache.shape[-1] % 2:
+        raise ValueError(f"kv_cache: expected shape [P, Hkv, S, 2·D], got {list(kv_cache.shape)}")
+    return kv_cache.chunk(2, dim=-1)

@@ -1,0 +1,127 @@
+"""sparse_attention in PyTorch: the specification.
+
+Consecutive rows of one request are taken together: the union of their tokens is gathered once and
+a mask says which row attends which token. With `deterministic` a tile is one row, so that a row's
+arithmetic never depends on its neighbours.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from flash_qsa.ops.fp8 import from_storage
+from flash_qsa.ops.norm import wide
+from flash_qsa.ops.paging import lookup_pages
+from flash_qsa.plan import BatchPlan
+
+ROWS_PER_TILE = 128
+
+
+def sparse_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    block_ids: torch.Tensor,
+    positions: torch.Tensor,
+    page_table: torch.Tensor,
+    request_ids: torch.Tensor,
+    ratio: int,
+    scale: float,
+    gate: torch.Tensor | None,
+    k_scale: float | torch.Tensor | None,
+    v_scale: float | torch.Tensor | None,
+    tail_start: torch.Tensor | None,
+    token_base: torch.Tensor | None,
+    plan: BatchPlan | None,
+    deterministic: bool,
+    out: torch.Tensor,
+    lse_out: torch.Tensor | None,
+) -> None:
+    positions = positions.long()
+    if tail_start is None:
+        tail_start = (positions + 1) // ratio * ratio
+    scale = scale if k_scale is None else scale * k_scale
+    out.zero_()
+    if lse_out is not None:
+        lse_out.fill_(float("-inf"))
+
+    base = torch.zeros_like(positions) if token_base is None else token_base.long()
+    known = (request_ids >= 0) & (request_ids < page_table.shape[0]) & (positions >= 0)
+    sequences = torch.stack((request_ids[known].long(), base[known])).unique(dim=1)
+    for request, start in sequences.t().tolist():
+        rows = (known & (request_ids == request) & (base == start)).nonzero().flatten()
+        for tile in rows.split(1 if deterministic else ROWS_PER_TILE):
+            tokens, attends = attended_tokens(
+                block_ids[tile], positions[tile], tail_start[tile].long(), ratio
+            )
+            k, v, found = _gather(keys, values, page_table[request], tokens + start)
+            attn, lse = attend(query[tile], k, v, attends & found, scale)
+            attn = attn if v_scale is None else attn * v_scale
+            out[tile] = attn.to(out.dtype)
+            if lse_out is not None:
+                lse_out[tile] = lse.float()
+    if gate is not None:
+        out.copy_((wide(out) * torch.sigmoid(wide(gate))).to(out.dtype))
+
+
+def attended_tokens(
+    block_ids: torch.Tensor, positions: torch.Tensor, tail_start: torch.Tensor, ratio: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Union of the rows' tokens, ascending int64 [M], and who attends what, bool [rows, M]."""
+    rows, end = block_ids.shape[0], int(positions.max()) + 1
+    blocks = -(-end // ratio)
+    chosen = torch.zeros(rows, blocks + 1, dtype=torch.bool, device=block_ids.device)
+    allowed = (block_ids >= 0) & ((block_ids + 1) * ratio <= tail_start[:, None])
+    allowed &= (block_ids + 1) * ratio <= positions[:, None] + 1
+    chosen.scatter_(1, block_ids.long().where(allowed, blocks), True)
+    attends = chosen[:, :blocks].repeat_interleave(ratio, 1)[:, :end]
+    token = torch.arange(end, device=block_ids.device)
+    attends |= (token >= tail_start[:, None]) & (token <= positions[:, None])
+    tokens = attends.any(0).nonzero().flatten()
+    return tokens, attends[:, tokens]
+
+
+def attend(
+    query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Masked attention of query [rows, Hq, D] over k, v [Hkv, M, D] with mask [rows, M].
+
+    Returns the unrounded output [rows, Hq, D] and log-sum-exp [rows, Hq]. Probabilities are
+    rounded to query's dtype before the second product, as matrix units take them.
+    """
+    rows, heads, dim = query.shape
+    kv_heads, count = k.shape[:2]
+    group = heads // kv_heads
+    q = wide(query).view(rows, kv_heads, group, dim).permute(1, 0, 2, 3).reshape(kv_heads, -1, dim)
+    scores = (q @ k.transpose(1, 2)).view(kv_heads, rows, group, count) * scale
+    scores = scores.masked_fill(~mask[None, :, None, :], float("-inf"))
+    if count == 0:
+        empty = scores.new_full((rows, heads), float("-inf"))
+        return scores.new_zeros(rows, heads, dim), empty
+    peak = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
+    weights = (scores - peak).exp()
+    total = weights.sum(-1, keepdim=True)
+    rounded = wide(weights.to(query.dtype)).view(kv_heads, rows * group, count)
+    summed = (rounded @ v).view(kv_heads, rows, group, dim)
+    attn = summed / total.where(total > 0, 1)
+    lse = peak[..., 0] + total[..., 0].log()
+    return attn.transpose(0, 1).reshape(rows, heads, dim), lse.transpose(0, 1).flatten(1)
+
+
+def _gather(
+    keys: torch.Tensor, values: torch.Tensor, page_row: torch.Tensor, cells: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """FP32 keys and values [Hkv, M, D] of logical cells [M], and which of them exist [M].
+
+    Cells without a page come back as zeros: their memory is not to be trusted.
+    """
+    pages = lookup_pages(page_row, cells // keys.shape[2], keys.shape[0])
+    found = pages >= 0
+    where = (pages.clamp(min=0), slice(None), cells % keys.shape[2])
+    k, v = (wide(from_storage(cache[where], _compute_dtype(cache))) for cache in (keys, values))
+    keep = found[:, None, None]
+    return k.where(keep, 0).transpose(0, 1), v.where(keep, 0).transpose(0, 1), found
+
+
+def _compute_dtype(cache: torch.Tensor) -> torch.dtype:
+    return cache.dtype if cache.dtype == torch.float64 else torch.float32
