@@ -41,6 +41,7 @@ def sparse_attention(
     if tail_start is None:
         tail_start = (positions + 1) // ratio * ratio
     scale = scale if k_scale is None else scale * k_scale
+    attending = torch.zeros_like(positions, dtype=torch.bool)
     out.zero_()
     if lse_out is not None:
         lse_out.fill_(float("-inf"))
@@ -55,13 +56,15 @@ def sparse_attention(
                 block_ids[tile], positions[tile], tail_start[tile].long(), ratio
             )
             k, v, found = _gather(keys, values, page_table[request], tokens + start)
+            attending[tile] = (attends & found).any(1)
             attn, lse = attend(query[tile], k, v, attends & found, scale)
             attn = attn if v_scale is None else attn * v_scale
             out[tile] = attn.to(out.dtype)
             if lse_out is not None:
                 lse_out[tile] = lse.float()
-    if gate is not None:
-        out.copy_((wide(out) * torch.sigmoid(wide(gate))).to(out.dtype))
+    if gate is not None:  # an empty row stays zero whatever its gate holds
+        gated = (wide(out) * torch.sigmoid(wide(gate))).to(out.dtype)
+        out.copy_(gated.where(attending[:, None, None], 0))
 
 
 def attended_tokens(

@@ -1,0 +1,61 @@
+"""Named shapes of real serving and training steps, shared by tests, `verify` and benchmarks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flash_qsa.testing.inputs import REAL, Shape
+
+
+@dataclass(frozen=True)
+class Workload:
+    """`batch` requests of `context` tokens, each bringing `rows` new rows.
+
+    overlap is the AR(1) correlation of neighbouring rows' index queries: how alike they choose.
+    """
+
+    name: str
+    batch: int
+    rows: int
+    context: int
+    overlap: float = 0.0
+    shape: Shape = REAL
+
+    @property
+    def total_rows(self) -> int:
+        return self.batch * self.rows
+
+
+def _k(tokens: int) -> str:
+    return f"{tokens // 1024}k" if tokens < 1 << 20 else f"{tokens >> 20}m"
+
+
+def _decode(batch: int, context: int, rows: int = 1) -> Workload:
+    kind = "decode" if rows == 1 else f"verify{rows}"
+    return Workload(f"{kind}-b{batch}-{_k(context)}", batch, rows, context)
+
+
+def _prefill(rows: int, context: int, overlap: float) -> Workload:
+    name = f"prefill-{_k(rows)}-at-{_k(context)}-corr{overlap:g}"
+    return Workload(name, 1, rows, context, overlap)
+
+
+DECODE = tuple(
+    _decode(batch, context)
+    for batch, contexts in {
+        1: (8192, 32768, 131072, 262144, 1 << 20),
+        8: (8192, 32768, 131072, 262144),
+        32: (8192, 32768, 131072),
+        128: (8192, 32768),
+    }.items()
+    for context in contexts
+)
+DRAFT_VERIFY = tuple(_decode(b, n, rows=4) for b in (8, 32) for n in (32768, 262144))
+PREFILL = tuple(
+    _prefill(8192, context, overlap)
+    for context in (8192, 32768, 131072, 262144)
+    for overlap in (0.99, 0.97, 0.0)
+)
+LONG_PREFILL = (_prefill(16384, 1 << 20, 0.97),)
+
+WORKLOADS = {w.name: w for w in (*DECODE, *DRAFT_VERIFY, *PREFILL, *LONG_PREFILL)}
