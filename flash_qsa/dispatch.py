@@ -125,8 +125,13 @@ def implementation(op: str, backend: str, device: torch.device) -> Callable:
     """The function that fills the outputs of `op`: `reference.<op>` or `kernel.launch`.
 
     Both take the same arguments, outputs included: an op's `api.py` checks and allocates, the
-    implementations only compute.
+    implementations only compute. While a program is traced it is the op's operator instead, which
+    chooses when it runs.
     """
+    if torch.compiler.is_compiling():
+        from flash_qsa import library
+
+        return library.traced(op, backend)
     chosen = choose(backend, device).backend
     if _trace is not None:
         _trace.append((op, chosen))
@@ -137,4 +142,5 @@ def implementation(op: str, backend: str, device: torch.device) -> Callable:
 def _load(op: str, backend: str) -> Callable:
     if backend == "triton":
         return importlib.import_module(f"flash_qsa.ops.{op}.kernel").launch
-    return getattr(importlib.import_module(f"flash_qsa.ops.{op}.reference"), op)
+    # kernels record no gradients either; sparse_attention's are registered in flash_qsa.library
+    return torch.no_grad()(getattr(importlib.import_module(f"flash_qsa.ops.{op}.reference"), op))

@@ -6,7 +6,8 @@ engine that already has these tensors; ops only read it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -64,3 +65,21 @@ class BatchPlan:
     def num_rows(self) -> int:
         """T: rows with padding."""
         return self.request_ids.shape[0]
+
+
+_INTEGERS = tuple(f.name for f in fields(BatchPlan) if f.type == "int")
+_TENSORS = tuple(f.name for f in fields(BatchPlan) if f.type == "torch.Tensor")
+
+
+def flatten_plan(plan: BatchPlan | None) -> tuple[list[torch.Tensor], list[int]]:
+    """A plan's tensors and integers, as operator schemas take them; empty where there is none."""
+    if plan is None:
+        return [], []
+    return [getattr(plan, name) for name in _TENSORS], [getattr(plan, name) for name in _INTEGERS]
+
+
+def unflatten_plan(tensors: Sequence[torch.Tensor], integers: Sequence[int]) -> BatchPlan | None:
+    """The inverse of `flatten_plan`."""
+    if not integers:
+        return None
+    return BatchPlan(**dict(zip(_INTEGERS, integers)), **dict(zip(_TENSORS, tensors)))

@@ -3,6 +3,7 @@
 See `DESIGN.md` for shapes and words. Every op takes `backend="auto" | "reference" | "triton"`.
 """
 
+import flash_qsa.library  # noqa: F401  (registers torch.ops.flash_qsa)
 from flash_qsa.ops.batch_plan.api import plan_rows
 from flash_qsa.ops.compress_keys.api import compress_keys
 from flash_qsa.ops.dense_attention import dense_attention

@@ -12,6 +12,7 @@ from flash_qsa.checks import (
     FLOAT_DTYPES,
     Axes,
     Scale,
+    UnsupportedError,
     expect_contiguous_last,
     expect_device,
     expect_dtype,
@@ -19,7 +20,8 @@ from flash_qsa.checks import (
     expect_positive,
     expect_scale,
 )
-from flash_qsa.plan import BatchPlan
+from flash_qsa.ops.norm import wide
+from flash_qsa.plan import BatchPlan, flatten_plan
 
 
 def sparse_attention(
@@ -80,11 +82,12 @@ def sparse_attention(
         out: [T, Hq, D] to fill.
 
     Returns:
-        [T, Hq, D] in query's dtype (and the log-sum-exp).
+        [T, Hq, D] in query's dtype (and the log-sum-exp). Where gradients are enabled and query,
+        kv_cache or gate require them the result is differentiable, once; block ids never are.
 
     Raises:
-        ValueError: shapes, strides, devices or sizes that do not fit.
-        UnsupportedError: a dtype that is not listed.
+        ValueError: shapes, strides, devices or sizes that do not fit; `out` with gradients.
+        UnsupportedError: a dtype that is not listed; an FP8 cache with gradients.
     """
     keys, values = _split_cache(kv_cache)
     axes = Axes()
@@ -136,6 +139,34 @@ def sparse_attention(
     for name, value in (("k_scale", k_scale), ("v_scale", v_scale)):
         expect_scale(name, value, keys.dtype, query.device)
 
+    if torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (query, keys, values, gate)
+    ):
+        if keys.dtype != query.dtype:
+            raise UnsupportedError(
+                f"kv_cache: dtype {keys.dtype} is not differentiable; expected {query.dtype}"
+            )
+        if out is not None:
+            raise ValueError("out: a result that requires grad cannot be written to a buffer")
+        attn, lse = torch.ops.flash_qsa.sparse_attention(
+            query,
+            keys,
+            values,
+            block_ids,
+            positions,
+            page_table,
+            request_ids,
+            compress_ratio,
+            scale,
+            tail_start,
+            token_base,
+            *flatten_plan(plan),
+            deterministic,
+            backend,
+        )
+        attn = attn if gate is None else _gated(attn, gate, lse)
+        return (attn, lse) if return_lse else attn
+
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     else:
@@ -163,6 +194,12 @@ def sparse_attention(
             lse if return_lse else None,
         )
     return (out, lse) if return_lse else out
+
+
+def _gated(attn: torch.Tensor, gate: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """attn · sigmoid(gate), differentiable; an empty row stays zero whatever its gate holds."""
+    gate = gate.masked_fill((lse == float("-inf"))[..., None], 0)
+    return (wide(attn) * torch.sigmoid(wide(gate))).to(attn.dtype)
 
 
 def _split_cache(

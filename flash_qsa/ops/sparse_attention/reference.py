@@ -55,13 +55,14 @@ def sparse_attention(
             tokens, attends = attended_tokens(
                 block_ids[tile], positions[tile], tail_start[tile].long(), ratio
             )
-            k, v, found = _gather(keys, values, page_table[request], tokens + start)
-            attending[tile] = (attends & found).any(1)
-            attn, lse = attend(query[tile], k, v, attends & found, scale)
+            k, v, pages, _ = gather_cells(keys, values, page_table[request], tokens + start)
+            attends &= pages >= 0
+            attending[tile] = attends.any(1)
+            attn, lse = attend(query[tile], k, v, attends, scale)
             attn = attn if v_scale is None else attn * v_scale
             out[tile] = attn.to(out.dtype)
             if lse_out is not None:
-                lse_out[tile] = lse.float()
+                lse_out[tile] = lse.to(lse_out.dtype)
     if gate is not None:  # an empty row stays zero whatever its gate holds
         gated = (wide(out) * torch.sigmoid(wide(gate))).to(out.dtype)
         out.copy_(gated.where(attending[:, None, None], 0))
@@ -111,19 +112,19 @@ def attend(
     return attn.transpose(0, 1).reshape(rows, heads, dim), lse.transpose(0, 1).flatten(1)
 
 
-def _gather(
+def gather_cells(
     keys: torch.Tensor, values: torch.Tensor, page_row: torch.Tensor, cells: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """FP32 keys and values [Hkv, M, D] of logical cells [M], and which of them exist [M].
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """FP32 keys and values [Hkv, M, D] of logical cells [M], then their pages and offsets [M].
 
-    Cells without a page come back as zeros: their memory is not to be trusted.
+    Cells without a page (-1) come back as zeros: their memory is not to be trusted.
     """
     pages = lookup_pages(page_row, cells // keys.shape[2], keys.shape[0])
-    found = pages >= 0
-    where = (pages.clamp(min=0), slice(None), cells % keys.shape[2])
+    offsets = cells % keys.shape[2]
+    where = (pages.clamp(min=0), slice(None), offsets)
     k, v = (wide(from_storage(cache[where], _compute_dtype(cache))) for cache in (keys, values))
-    keep = found[:, None, None]
-    return k.where(keep, 0).transpose(0, 1), v.where(keep, 0).transpose(0, 1), found
+    keep = (pages >= 0)[:, None, None]
+    return k.where(keep, 0).transpose(0, 1), v.where(keep, 0).transpose(0, 1), pages, offsets
 
 
 def _compute_dtype(cache: torch.Tensor) -> torch.dtype:
