@@ -329,6 +329,8 @@ def _sparse_attention_backward(*args):
 def _save(ctx, inputs, output):
     ctx.save_for_backward(*inputs[:7], output[1], *inputs[9:11])
     ctx.ratio, ctx.scale = inputs[7:9]
+    # An empty list counts as a list of tensors, one of integers as a single argument.
+    ctx.plan_grads = [None] * len(inputs[11]), None if inputs[12] else []
 
 
 def _differentiate(ctx, out_grad, lse_grad):
@@ -336,7 +338,7 @@ def _differentiate(ctx, out_grad, lse_grad):
     grads = torch.ops.flash_qsa.sparse_attention_backward(
         out_grad, lse_grad, *attended, ctx.ratio, ctx.scale, lse, tail_start, token_base
     )
-    return (*grads, *[None] * 12)
+    return (*grads, *[None] * 8, *ctx.plan_grads, None, None)
 
 
 def _refuse_second(ctx, *grads):
