@@ -1,0 +1,207 @@
+"""The row-union schedule: one program attends for a tile of rows and one KV head.
+
+ROWS consecutive rows of one request, G query heads each, fill BLOCK_M rows of the matrix units.
+Every cell of the tile's list (see `kernel_build`) is loaded once for all of them; a mask says which
+rows attend which token. Nothing is loaded that no row of the tile attends.
+
+With FIXED, probabilities are relative to the largest score of the first tile of tokens instead of a
+running maximum, which saves the rescaling. BF16 and FP32 probabilities keep their relative
+precision at any magnitude, so the answer is as good as long as the sum stays within 2^±60. A tile
+where it does not is handed to the per-row schedule, which is launched next: `shared` becomes 0.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flash_qsa.ops.sparse_attention.primitives import (
+    LOG2E,
+    LOWEST,
+    as_compute,
+    product,
+    read_scale,
+    store_result,
+)
+
+SAFE_SUM = tl.constexpr(1.152921504606847e18)
+"""2^60."""
+
+
+@triton.jit
+def _load_cells(
+    cache_ptr,
+    cells,
+    stride_p,
+    stride_s,
+    BLOCKS_PER_PAGE: tl.constexpr,
+    RATIO: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DIM: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    FP8_BYTES: tl.constexpr,
+):
+    """Keys or values of whole blocks, [BLOCK_N, DIM]."""
+    page = cells // BLOCKS_PER_PAGE
+    offset = (cells - page * BLOCKS_PER_PAGE) * RATIO
+    base = page.to(tl.int64) * stride_p + offset * stride_s
+    step = tl.arange(0, RATIO)[None, :, None] * stride_s
+    # [BLOCK_N / C, C, DIM]
+    tile = tl.load(cache_ptr + base[:, None, None] + step + tl.arange(0, DIM)[None, None, :])
+    return as_compute(tl.reshape(tile, [BLOCK_N, DIM]), COMPUTE, FP8_BYTES)
+
+
+@triton.jit
+def union_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    cells_ptr,
+    masks_ptr,
+    counts_ptr,
+    shared_ptr,
+    gate_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    out_ptr,
+    lse_ptr,
+    acc_ptr,
+    stats_ptr,
+    stride_q_t,
+    stride_q_h,
+    stride_k_p,
+    stride_k_h,
+    stride_k_s,
+    stride_v_p,
+    stride_v_h,
+    stride_v_s,
+    stride_gate_t,
+    stride_gate_h,
+    stride_out_t,
+    stride_out_h,
+    stride_lse_t,
+    stride_lse_h,
+    first_row,
+    end_row,
+    capacity,
+    scale,
+    RATIO: tl.constexpr,
+    BLOCKS_PER_PAGE: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    FIXED: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    FP8_BYTES: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    K_SCALE: tl.constexpr,
+    V_SCALE: tl.constexpr,
+):
+    """Grid [tiles, Hkv, SPLITS]. DIM and RATIO are powers of two, BLOCK_N a multiple of RATIO."""
+    tile = tl.program_id(0)
+    if tl.load(shared_ptr + tile) == 0:
+        return
+    kv_head = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    ACTIVATION: tl.constexpr = q_ptr.dtype.element_ty
+    CELLS: tl.constexpr = BLOCK_N // RATIO
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_c = tl.arange(0, CELLS)
+    offs_d = tl.arange(0, DIM)
+    tile_row = offs_m // GROUP
+    rows = (first_row + tile * ROWS + tile_row).to(tl.int64)
+    heads = kv_head * GROUP + offs_m % GROUP
+    mask_m = (tile_row < ROWS) & (rows < end_row)
+    mask_d = offs_d < DIM
+    bits = 1 << tl.minimum(tile_row, 15)
+
+    log2_scale = scale * LOG2E
+    if K_SCALE > 0:
+        log2_scale = log2_scale * read_scale(k_scale_ptr, K_SCALE == 2)
+    q_at = rows[:, None] * stride_q_t + heads[:, None] * stride_q_h + offs_d[None, :]
+    q = tl.load(q_ptr + q_at, mask=mask_m[:, None], other=0.0).to(COMPUTE)
+
+    cells_ptr += tile.to(tl.int64) * capacity
+    masks_ptr += tile.to(tl.int64) * capacity * RATIO
+    k_ptr += kv_head * stride_k_h
+    v_ptr += kv_head * stride_v_h
+    steps = tl.load(counts_ptr + tile) // CELLS
+    per_split = tl.cdiv(steps, SPLITS)
+    begin = split * per_split
+    end = tl.minimum(begin + per_split, steps)
+
+    acc = tl.zeros([BLOCK_M, DIM], tl.float32)
+    # Sums stay apart by token lane until the end: no shuffles in the loop.
+    lanes = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    peak = tl.full([BLOCK_M], LOWEST, tl.float32)
+    if FIXED:
+        if begin < end:
+            cells = tl.load(cells_ptr + begin * CELLS + offs_c)
+            k = _load_cells(
+                k_ptr, cells, stride_k_p, stride_k_s,
+                BLOCKS_PER_PAGE, RATIO, BLOCK_N, DIM, COMPUTE, FP8_BYTES,
+            )  # fmt: skip
+            peak = tl.max(product(q, tl.trans(k), COMPUTE) * log2_scale, 1)
+    for step in range(begin, end):
+        cells = tl.load(cells_ptr + step * CELLS + offs_c)
+        member = tl.load(masks_ptr + step * BLOCK_N + offs_n).to(tl.int32)
+        k = _load_cells(
+            k_ptr, cells, stride_k_p, stride_k_s,
+            BLOCKS_PER_PAGE, RATIO, BLOCK_N, DIM, COMPUTE, FP8_BYTES,
+        )  # fmt: skip
+        v = _load_cells(
+            v_ptr, cells, stride_v_p, stride_v_s,
+            BLOCKS_PER_PAGE, RATIO, BLOCK_N, DIM, COMPUTE, FP8_BYTES,
+        )  # fmt: skip
+        scores = product(q, tl.trans(k), COMPUTE) * log2_scale
+        keep = (member[None, :] & bits[:, None]) != 0
+        if FIXED:
+            weights = tl.where(keep, tl.exp2(scores - peak[:, None]), 0.0)
+            lanes += weights
+        else:
+            scores = tl.where(keep, scores, float("-inf"))
+            new_peak = tl.maximum(peak, tl.max(scores, 1))
+            weights = tl.exp2(scores - new_peak[:, None])
+            shrink = tl.exp2(peak - new_peak)[:, None]
+            lanes = lanes * shrink + weights
+            acc = acc * shrink
+            peak = new_peak
+        acc += product(weights.to(ACTIVATION).to(COMPUTE), v, COMPUTE)
+
+    total = tl.sum(lanes, 1)
+    if FIXED:
+        safe = (total > 1.0 / SAFE_SUM) & (total < SAFE_SUM)
+        unsafe = tl.max(tl.where(mask_m & (safe == 0), 1, 0), 0)
+        tl.store(
+            shared_ptr + tile + tl.arange(0, 1),
+            tl.zeros([1], tl.int32),
+            mask=tl.arange(0, 1) < unsafe,
+        )
+    if V_SCALE > 0:
+        acc = acc * read_scale(v_scale_ptr, V_SCALE == 2)
+    if SPLITS == 1:
+        out_at = rows[:, None] * stride_out_t + heads[:, None] * stride_out_h + offs_d[None, :]
+        gate_at = rows[:, None] * stride_gate_t + heads[:, None] * stride_gate_h + offs_d[None, :]
+        store_result(
+            acc,
+            total,
+            peak,
+            out_ptr + out_at,
+            lse_ptr + rows * stride_lse_t + heads * stride_lse_h,
+            gate_ptr + gate_at,
+            mask_m,
+            mask_d,
+            HAS_LSE,
+            HAS_GATE,
+        )
+    else:
+        num_heads = tl.num_programs(1) * GROUP
+        cell = ((rows - first_row) * num_heads + heads) * SPLITS + split
+        tl.store(acc_ptr + cell[:, None] * DIM + offs_d[None, :], acc, mask=mask_m[:, None])
+        tl.store(stats_ptr + cell * 2, peak, mask=mask_m)
+        tl.store(stats_ptr + cell * 2 + 1, total, mask=mask_m)

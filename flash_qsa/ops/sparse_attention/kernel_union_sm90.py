@@ -1,0 +1,309 @@
+"""The row-union schedule for Hopper: warp-specialised, in Gluon.
+
+One program attends for a tile of 2·HALF consecutive rows and one KV head. Two consumer warpgroups
+own HALF rows each, HALF·G of the 64 rows of a wgmma tile; a producer warpgroup gathers the listed
+cells with cp.async into double-buffered shared memory, 64 tokens of K and of V at a time. A list
+comes in sections (see `kernel_build`): what only the first half attends, what only the second half
+attends, what both do; a consumer skips the tiles that it has no row in, so sharing loads never
+costs a half more arithmetic than its own union.
+
+Probabilities are relative to the largest score of the first tile that a consumer sees, as in
+`kernel_union` with FIXED; a tile whose sums leave 2^±60 is handed to the per-row schedule.
+
+The whole shared memory of a processor goes into one program: Q 2 · 64 · D, K and V 2 · 64 · D each.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+# Triton 3.9's names, or those of 3.6.
+_gather_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+BLOCK_M = gl.constexpr(64)
+BLOCK_N = gl.constexpr(64)
+STAGES = gl.constexpr(2)
+SAFE_SUM = gl.constexpr(1.152921504606847e18)
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def _producer(
+    k_ptr,
+    v_ptr,
+    cells_ptr,
+    steps,
+    stride_k_p,
+    stride_k_s,
+    stride_v_p,
+    stride_v_s,
+    k_smem,
+    v_smem,
+    k_ready,
+    v_ready,
+    k_free,
+    v_free,
+    RATIO: gl.constexpr,
+    BLOCKS_PER_PAGE: gl.constexpr,
+    DIM: gl.constexpr,
+):
+    LANES: gl.constexpr = min(DIM // 8, 32)
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    offs_d = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
+    offs_n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, layout))
+    for step in range(steps):
+        stage = step % STAGES
+        phase = (step // STAGES) & 1
+        cells = gl.load(cells_ptr + step * (BLOCK_N // RATIO) + offs_n // RATIO)
+        page = cells // BLOCKS_PER_PAGE
+        token = (cells - page * BLOCKS_PER_PAGE) * RATIO + offs_n % RATIO
+        page = page.to(gl.int64)
+        k_from = k_ptr + (page * stride_k_p + token * stride_k_s)[:, None] + offs_d[None, :]
+        v_from = v_ptr + (page * stride_v_p + token * stride_v_s)[:, None] + offs_d[None, :]
+        k_from = gl.max_contiguous(gl.multiple_of(k_from, [1, 16]), [1, DIM])
+        v_from = gl.max_contiguous(gl.multiple_of(v_from, [1, 16]), [1, DIM])
+        mbarrier.wait(k_free.index(stage), phase ^ 1)
+        _gather_async(k_smem.index(stage), k_from)
+        async_copy.mbarrier_arrive(k_ready.index(stage), increment_count=False)
+        mbarrier.wait(v_free.index(stage), phase ^ 1)
+        _gather_async(v_smem.index(stage), v_from)
+        async_copy.mbarrier_arrive(v_ready.index(stage), increment_count=False)
+    async_copy.wait_group(0)
+
+
+@gluon.jit
+def _consumer(
+    q_ptr,
+    gate_ptr,
+    out_ptr,
+    lse_ptr,
+    masks_ptr,
+    shared_ptr,
+    steps,
+    first_steps,
+    second_steps,
+    first_row,
+    end_row,
+    first_head,
+    stride_q_t,
+    stride_q_h,
+    stride_gate_t,
+    stride_gate_h,
+    stride_out_t,
+    stride_out_h,
+    stride_lse_t,
+    stride_lse_h,
+    log2_scale,
+    q_smem,
+    k_smem,
+    v_smem,
+    k_ready,
+    v_ready,
+    k_free,
+    v_free,
+    WHICH: gl.constexpr,
+    HALF: gl.constexpr,
+    GROUP: gl.constexpr,
+    DIM: gl.constexpr,
+    HAS_GATE: gl.constexpr,
+    HAS_LSE: gl.constexpr,
+):
+    DTYPE: gl.constexpr = q_ptr.dtype.element_ty
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    LANES: gl.constexpr = min(DIM // 8, 32)
+    q_layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+
+    offs_m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, q_layout))
+    offs_d = gl.arange(0, DIM, layout=gl.SliceLayout(0, q_layout))
+    row = first_row + offs_m // GROUP
+    live = (offs_m < HALF * GROUP) & (row < end_row)
+    q_at = row.to(gl.int64) * stride_q_t + (first_head + offs_m % GROUP) * stride_q_h
+    q_smem.store(gl.load(q_ptr + q_at[:, None] + offs_d[None, :], mask=live[:, None], other=0.0))
+    fence_async_shared()
+
+    offs_ms = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, s_layout))
+    offs_n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, s_layout))
+    bits = gl.where(offs_ms < HALF * GROUP, 1 << (WHICH * HALF + offs_ms // GROUP), 0)
+
+    acc = gl.zeros([BLOCK_M, DIM], gl.float32, o_layout)
+    peak = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, s_layout))
+    total = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, s_layout))
+    alone = first_steps + second_steps
+    paired = 2 * gl.minimum(first_steps, second_steps)
+    longer = gl.where(first_steps > second_steps, 0, 1)
+    seen = 0
+    for step in range(steps):
+        stage = step % STAGES
+        phase = (step // STAGES) & 1
+        owner = gl.where(step < paired, step % 2, longer)
+        mine = gl.where(step >= alone, 1, gl.where(owner == WHICH, 1, 0))
+        if mine == 1:
+            member = gl.load(masks_ptr + step * BLOCK_N + offs_n).to(gl.int32)
+            mbarrier.wait(k_ready.index(stage), phase)
+            fence_async_shared()
+            blank = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, s_layout)
+            keys = k_smem.index(stage).permute((1, 0))
+            scores = warpgroup_mma(q_smem, keys, blank, use_acc=False, is_async=True)
+            scores = warpgroup_mma_wait(0, deps=[scores])
+            _barrier()
+            mbarrier.arrive(k_free.index(stage), count=1)
+            if seen == 0:
+                peak = gl.max(scores, 1) * log2_scale
+            seen = 1
+            weights = gl.exp2(scores * log2_scale - peak[:, None])
+            weights = gl.where((member[None, :] & bits[:, None]) != 0, weights, 0.0)
+            total += gl.sum(weights, 1)
+            operand = gl.convert_layout(weights.to(DTYPE), p_layout)
+            mbarrier.wait(v_ready.index(stage), phase)
+            fence_async_shared()
+            acc = warpgroup_mma(operand, v_smem.index(stage), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+        else:
+            # The other consumer still counts on this phase: pass it on only once it has begun.
+            mbarrier.wait(k_ready.index(stage), phase)
+            mbarrier.arrive(k_free.index(stage), count=1)
+            mbarrier.wait(v_ready.index(stage), phase)
+        _barrier()
+        mbarrier.arrive(v_free.index(stage), count=1)
+
+    row_s = first_row + offs_ms // GROUP
+    live_s = (offs_ms < HALF * GROUP) & (row_s < end_row)
+    safe = (total > 1.0 / SAFE_SUM) & (total < SAFE_SUM)
+    unsafe = gl.max(gl.where(live_s & (safe == 0), 1, 0), 0)
+    if unsafe > 0:
+        gl.store(shared_ptr, 0)
+    if HAS_LSE:
+        lse = (peak + gl.log2(total)) * LN2
+        lse_at = row_s.to(gl.int64) * stride_lse_t + (first_head + offs_ms % GROUP) * stride_lse_h
+        gl.store(lse_ptr + lse_at, lse, mask=live_s)
+
+    offs_mo = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, o_layout))
+    offs_do = gl.arange(0, DIM, layout=gl.SliceLayout(0, o_layout))
+    row_o = (first_row + offs_mo // GROUP).to(gl.int64)
+    head_o = first_head + offs_mo % GROUP
+    live_o = (offs_mo < HALF * GROUP) & (row_o < end_row)
+    inverse = 1.0 / gl.convert_layout(total, gl.SliceLayout(1, o_layout))
+    result = (acc * inverse[:, None]).to(DTYPE)
+    if HAS_GATE:
+        gate_at = row_o * stride_gate_t + head_o * stride_gate_h
+        gate = gl.load(
+            gate_ptr + gate_at[:, None] + offs_do[None, :], mask=live_o[:, None], other=0.0
+        )
+        opening = 1.0 / (1.0 + gl.exp2(-gate.to(gl.float32) * LOG2E))
+        result = (result.to(gl.float32) * opening).to(DTYPE)
+    out_at = row_o * stride_out_t + head_o * stride_out_h
+    gl.store(out_ptr + out_at[:, None] + offs_do[None, :], result, mask=live_o[:, None])
+
+
+@gluon.jit
+def union_sm90_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    cells_ptr,
+    masks_ptr,
+    counts_ptr,
+    sections_ptr,
+    shared_ptr,
+    gate_ptr,
+    out_ptr,
+    lse_ptr,
+    stride_q_t,
+    stride_q_h,
+    stride_k_p,
+    stride_k_h,
+    stride_k_s,
+    stride_v_p,
+    stride_v_h,
+    stride_v_s,
+    stride_gate_t,
+    stride_gate_h,
+    stride_out_t,
+    stride_out_h,
+    stride_lse_t,
+    stride_lse_h,
+    first_row,
+    end_row,
+    capacity,
+    scale,
+    RATIO: gl.constexpr,
+    BLOCKS_PER_PAGE: gl.constexpr,
+    GROUP: gl.constexpr,
+    DIM: gl.constexpr,
+    HALF: gl.constexpr,
+    HAS_GATE: gl.constexpr,
+    HAS_LSE: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """Grid [tiles, Hkv]. counts in cells, a multiple of 64 / C; sections int32 [tiles, 2], the
+    64-token steps that only the first and only the second half attends, interleaved in front."""
+    tile = gl.program_id(0)
+    if gl.load(shared_ptr + tile) == 0:
+        return
+    kv_head = gl.program_id(1).to(gl.int64)
+    steps = gl.load(counts_ptr + tile) * RATIO // BLOCK_N
+    first_steps = gl.load(sections_ptr + 2 * tile)
+    second_steps = gl.load(sections_ptr + 2 * tile + 1)
+
+    DTYPE: gl.constexpr = q_ptr.dtype.element_ty
+    tile_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, DIM], DTYPE)
+    q_first = gl.allocate_shared_memory(DTYPE, [BLOCK_M, DIM], tile_shared)
+    q_second = gl.allocate_shared_memory(DTYPE, [BLOCK_M, DIM], tile_shared)
+    k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, DIM], tile_shared)
+    v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, DIM], tile_shared)
+    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_ready.index(stage), count=128)
+        mbarrier.init(v_ready.index(stage), count=128)
+        mbarrier.init(k_free.index(stage), count=2)
+        mbarrier.init(v_free.index(stage), count=2)
+    fence_async_shared()
+
+    cells = cells_ptr + tile.to(gl.int64) * capacity
+    masks = masks_ptr + tile.to(gl.int64) * capacity * RATIO
+    row = first_row + tile * 2 * HALF
+    head = kv_head.to(gl.int32) * GROUP
+    log2_scale = scale * LOG2E
+    gl.warp_specialize(
+        [
+            (_consumer, (
+                q_ptr, gate_ptr, out_ptr, lse_ptr, masks, shared_ptr + tile,
+                steps, first_steps, second_steps, row, end_row, head,
+                stride_q_t, stride_q_h, stride_gate_t, stride_gate_h,
+                stride_out_t, stride_out_h, stride_lse_t, stride_lse_h, log2_scale,
+                q_first, k_smem, v_smem, k_ready, v_ready, k_free, v_free,
+                0, HALF, GROUP, DIM, HAS_GATE, HAS_LSE,
+            )),
+            (_consumer, (
+                q_ptr, gate_ptr, out_ptr, lse_ptr, masks, shared_ptr + tile,
+                steps, first_steps, second_steps, row + HALF, end_row, head,
+                stride_q_t, stride_q_h, stride_gate_t, stride_gate_h,
+                stride_out_t, stride_out_h, stride_lse_t, stride_lse_h, log2_scale,
+                q_second, k_smem, v_smem, k_ready, v_ready, k_free, v_free,
+                1, HALF, GROUP, DIM, HAS_GATE, HAS_LSE,
+            )),
+            (_producer, (
+                k_ptr + kv_head * stride_k_h, v_ptr + kv_head * stride_v_h, cells, steps,
+                stride_k_p, stride_k_s, stride_v_p, stride_v_s,
+                k_smem, v_smem, k_ready, v_ready, k_free, v_free,
+                RATIO, BLOCKS_PER_PAGE, DIM,
+            )),
+        ],
+        [4, 4],
+        [200, 104],
+    )  # fmt: skip

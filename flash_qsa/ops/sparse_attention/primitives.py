@@ -1,0 +1,93 @@
+"""Device functions that the attention kernels share: tiles of cache, softmax updates, epilogues.
+
+Scores live in units of log2(e), so that probabilities are powers of two. Running maxima start at a
+finite sentinel: a row without a token keeps l = 0 and acc = 0 and never meets inf - inf.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-1.0e38)
+
+
+@triton.jit
+def decode_e4m3(code):
+    """FP32 values of e4m3 bytes by bit arithmetic, for devices without the type."""
+    bits = code.to(tl.int32)
+    magnitude = bits & 0x7F
+    normal = ((magnitude << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+    subnormal = magnitude.to(tl.float32) * 0.001953125
+    value = tl.where(magnitude < 8, subnormal, normal)
+    value = tl.where(magnitude == 0x7F, float("nan"), value)
+    return tl.where(bits >= 0x80, -value, value)
+
+
+@triton.jit
+def as_compute(tile, COMPUTE: tl.constexpr, FP8_BYTES: tl.constexpr):
+    """A cache tile in the dtype of the products; exact for FP8."""
+    if FP8_BYTES:
+        return decode_e4m3(tile).to(COMPUTE)
+    else:
+        return tile.to(COMPUTE)
+
+
+@triton.jit
+def product(a, b, COMPUTE: tl.constexpr):
+    """a · b in FP32; FP32 operands are not reduced to TF32."""
+    if COMPUTE == tl.float32:
+        return tl.dot(a, b, input_precision="ieee")
+    else:
+        return tl.dot(a, b)
+
+
+@triton.jit
+def online_update(acc, total, peak, scores, v, COMPUTE: tl.constexpr, ACTIVATION: tl.constexpr):
+    """One step of the online softmax; scores [M, N] are -inf where nothing is attended."""
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_peak[:, None])
+    shrink = tl.exp2(peak - new_peak)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = acc * shrink[:, None] + product(weights.to(ACTIVATION).to(COMPUTE), v, COMPUTE)
+    return acc, total, new_peak
+
+
+@triton.jit
+def store_result(
+    acc,
+    total,
+    peak,
+    out_ptrs,
+    lse_ptrs,
+    gate_ptrs,
+    mask_m,
+    mask_d,
+    HAS_LSE: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+):
+    """Normalises acc [M, D], rounds, gates and stores it, and the natural log-sum-exp [M]."""
+    some = total > 0
+    result = acc / tl.where(some, total, 1.0)[:, None]
+    result = result.to(out_ptrs.dtype.element_ty)
+    keep = mask_m[:, None] & mask_d[None, :]
+    if HAS_GATE:
+        gate = tl.load(gate_ptrs, mask=keep, other=0.0).to(tl.float32)
+        gated = result.to(tl.float32) / (1.0 + tl.exp2(-gate * LOG2E))
+        # An empty row stays zero whatever its gate holds.
+        result = tl.where(some[:, None], gated, 0.0).to(out_ptrs.dtype.element_ty)
+    tl.store(out_ptrs, result, mask=keep)
+    if HAS_LSE:
+        lse = tl.where(some, (peak + tl.log2(tl.where(some, total, 1.0))) * LN2, float("-inf"))
+        tl.store(lse_ptrs, lse, mask=mask_m)
+
+
+@triton.jit
+def read_scale(scale_ptr, IS_TENSOR: tl.constexpr):
+    """A per-tensor scale that is a float argument or a one-element tensor."""
+    if IS_TENSOR:
+        return tl.load(scale_ptr).to(tl.float32)
+    else:
+        return scale_ptr

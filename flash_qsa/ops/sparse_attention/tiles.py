@@ -1,0 +1,228 @@
+"""Schedules and tiles of sparse_attention: pure functions of numbers.
+
+Nothing here looks at a tensor, a device or a clock. Timings behind the H200 choices are in
+`benchmarks/`; other devices get what fits their shared memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from flash_qsa.targets import Target
+
+SPLIT_TOKENS = 256
+"""Tokens of a split in deterministic mode, whatever the batch."""
+
+MAX_SPLITS = 128
+MARGIN = 2 << 10
+
+
+@dataclass(frozen=True)
+class RowTiles:
+    """The per-row schedule: tokens a tile, launch options, and how a row's ids are split."""
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+    splits: int
+    ids_per_split: int
+
+
+def next_power(n: int) -> int:
+    """Smallest power of two that is at least n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def cell_width(ratio: int, straddles: bool) -> int:
+    """Consecutive tokens looked up together: the largest power of two, up to 8, in a block."""
+    return 1 if straddles else min(ratio & -ratio, 8)
+
+
+def choose_rows(
+    rows: int,
+    kv_heads: int,
+    dim: int,
+    num_ids: int,
+    ratio: int,
+    kv_bytes: int,
+    compute_bytes: int,
+    target: Target,
+    deterministic: bool,
+) -> RowTiles:
+    """Tiles of the per-row schedule.
+
+    Args:
+        rows, kv_heads: one program each, times the splits. dim: D. num_ids: K. ratio: C.
+        kv_bytes, compute_bytes: element sizes of the cache and of the products' operands.
+        deterministic: split by num_ids alone, so that a row's bits never depend on the batch.
+    """
+    block_n = 32 if compute_bytes <= 2 else 16
+    width = cell_width(ratio, False)
+    block_n = max(block_n, width)
+    num_stages = 3
+    while num_stages > 1 and row_shared_bytes(dim, block_n, num_stages, kv_bytes, compute_bytes) > (
+        target.shared_memory - MARGIN
+    ):
+        num_stages -= 1
+    tokens = num_ids * ratio
+    if deterministic:
+        splits = -(-tokens // SPLIT_TOKENS)
+    else:
+        # One wave of two programs a processor; never less than two tiles a split.
+        splits = (2 * target.processors) // max(rows * kv_heads, 1)
+        splits = min(splits, -(-tokens // (2 * block_n)))
+    splits = max(1, min(splits, MAX_SPLITS, max(num_ids, 1)))
+    return split_ids(RowTiles(block_n, 4, num_stages, splits, num_ids), num_ids, ratio)
+
+
+def split_ids(tiles: RowTiles, num_ids: int, ratio: int) -> RowTiles:
+    """Shares num_ids among the splits in whole tiles where that is possible."""
+    if tiles.splits == 1:
+        return replace(tiles, ids_per_split=max(num_ids, 1))
+    per_tile = max(tiles.block_n // ratio, 1)
+    per_split = -(-max(num_ids, 1) // tiles.splits)
+    if per_split > per_tile:
+        per_split = -(-per_split // per_tile) * per_tile
+    return replace(tiles, splits=-(-num_ids // per_split), ids_per_split=per_split)
+
+
+def row_shared_bytes(
+    dim: int, block_n: int, num_stages: int, kv_bytes: int, compute_bytes: int
+) -> int:
+    """Upper bound of the per-row kernel's shared memory."""
+    block_d = next_power(dim)
+    copies = 2 * num_stages * block_n * block_d * kv_bytes
+    operands = 2 * block_n * block_d * compute_bytes if num_stages == 1 else 0
+    return copies + operands + 16 * block_d * compute_bytes + 4 * 16 * block_n
+
+
+@dataclass(frozen=True)
+class UnionTiles:
+    """The row-union schedule.
+
+    Attributes:
+        rows: R, rows that share a list of blocks. block_m: rows of the matrix tile, at least R · G.
+        fixed: probabilities relative to the first tile's maximum instead of a running one.
+        capacity: blocks a list may hold; a tile that needs more goes to the per-row schedule.
+        build_programs, build_warps: launch of the list builder.
+        half: rows of each of the Hopper schedule's two consumers; 0 for the portable schedule.
+    """
+
+    rows: int
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    splits: int
+    fixed: bool
+    capacity: int
+    build_programs: int
+    build_warps: int
+    half: int = 0
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Rows that one schedule serves; rows_per_request is 0 where it is not uniform."""
+
+    first_row: int
+    end_row: int
+    rows_per_request: int
+
+
+MAX_SHARE = 16
+"""Rows that a 16-bit mask can tell apart."""
+
+
+def segments(
+    rows: int, requests: int, num_decode_tokens: int, decode_query_len: int, max_query_len: int
+) -> list[Segment]:
+    """Decode rows, then the others. Without a plan pass num_decode_tokens = -1."""
+    if num_decode_tokens < 0:
+        uniform = rows // requests if requests and rows % requests == 0 else 0
+        if rows <= requests:
+            uniform = 1
+        return [Segment(0, rows, uniform if uniform <= MAX_SHARE else 0)]
+    decodes = min(max(num_decode_tokens, 0), rows)
+    parts = [Segment(0, decodes, decode_query_len), Segment(decodes, rows, 0)]
+    if max_query_len == 1:
+        parts = [Segment(0, rows, 1)]
+    return [part for part in parts if part.end_row > part.first_row]
+
+
+def choose_union(
+    segment: Segment,
+    group: int,
+    kv_heads: int,
+    dim: int,
+    num_ids: int,
+    ratio: int,
+    compute_bytes: int,
+    precise_exponent: bool,
+    target: Target,
+) -> UnionTiles | None:
+    """Tiles of the row-union schedule, or None where the per-row schedule should run alone.
+
+    Args:
+        group: G. precise_exponent: probabilities keep FP32's exponent range (BF16, FP32).
+    """
+    if ratio & (ratio - 1) or ratio > MAX_SHARE or dim & (dim - 1) or num_ids == 0:
+        return None
+    if compute_bytes != 2 or segment.rows_per_request == 1:
+        return None
+    if segment.rows_per_request:
+        rows = segment.rows_per_request
+        if rows * group > 128 or rows < 3:
+            return None
+    else:
+        rows = min(max(64 // group, 2), MAX_SHARE)
+    block_m = max(64, next_power(rows * group))
+    tiles = -(-(segment.end_row - segment.first_row) // rows)
+    slots = 2 * target.processors
+    splits = max(1, min(slots // max(tiles * kv_heads, 1), -(-num_ids * ratio // 64)))
+    block_n = 32
+    capacity = num_ids * min(rows, 4) + rows + 64
+    return UnionTiles(
+        rows=rows,
+        block_m=block_m,
+        block_n=max(block_n, ratio),
+        num_warps=4 if block_m == 64 else 8,
+        num_stages=3,
+        splits=splits,
+        fixed=precise_exponent and splits == 1,
+        capacity=-(-capacity // 64) * 64,
+        build_programs=min(tiles, 4 * target.processors),
+        build_warps=8,
+    )
+
+
+def choose_hopper(
+    segment: Segment, group: int, dim: int, num_ids: int, ratio: int, target: Target
+) -> UnionTiles | None:
+    """Tiles of the Hopper row-union schedule for long prefills, or None.
+
+    Its halves take as many rows as a 64-row wgmma tile holds, at most half of a 16-bit mask. Lists
+    may hold every row's own selection: sharing nothing still costs no more than the per-row
+    schedule there.
+    """
+    half = min(64 // group, MAX_SHARE // 2)
+    rows = 2 * half
+    tiles = -(-(segment.end_row - segment.first_row) // max(rows, 1))
+    if dim not in (128, 256) or half < 2 or 64 % ratio or num_ids == 0:
+        return None
+    if segment.rows_per_request or tiles < target.processors:
+        return None
+    capacity = -(-(rows * (num_ids + 1) + 3 * 64) // 64) * 64
+    return UnionTiles(
+        rows=rows,
+        block_m=64,
+        block_n=64,
+        num_warps=4,
+        num_stages=2,
+        splits=1,
+        fixed=True,
+        capacity=capacity,
+        build_programs=min(tiles, 4 * target.processors),
+        build_warps=8,
+        half=half,
+    )
