@@ -1,12 +1,14 @@
 """Builds the row union: for every tile of consecutive rows, the blocks that any of them attends.
 
 A tile's list holds cells: a cell is one block, named by its physical place, page · (S / C) + block
-of the page, with one 16-bit mask a token that says which rows of the tile attend it. Selected
-blocks come first, ascending, then the rows' open groups. The list is padded to whole attention
-tiles with a cell that somebody attends and masks of zero, so attention loads without masks.
+of the page, with one 16-bit mask a token that says which rows of the tile attend it. The rows'
+open groups come first, then the selected blocks, ascending. An open group may hold tokens that
+nobody attends and that were never written, so the first step must be loaded under its masks. The
+list is padded to whole steps (PAD cells) with a selected block and masks of zero, so the other
+steps can be loaded without.
 
-With HALF, a list comes in sections of whole steps (PAD cells): what only the tile's first HALF rows
-attend, what only the others do, the steps of both alternating; then what both attend.
+With HALF, a list comes in sections of whole steps: what only the tile's first HALF rows attend,
+what only the others do, the steps of both alternating; then what both attend; then open groups.
 
 Ranks come from a bitmap over the causal range: atomic OR commutes, so the list does not depend on
 the order in which threads run. A tile that spans requests, lacks a page or exceeds the capacity is
@@ -108,7 +110,8 @@ def build_kernel(
     offs_e = tl.arange(0, BLOCK_E)
     offs_c = tl.arange(0, RATIO)
 
-    for tile in range(program, num_tiles, tl.num_programs(0)):
+    for turn in range((num_tiles - program + tl.num_programs(0) - 1) // tl.num_programs(0)):
+        tile = program + turn * tl.num_programs(0)
         rows = first_row + tile * ROWS + offs_r
         real = (offs_r < ROWS) & (rows < end_row)
         position = tl.load(positions_ptr + rows, mask=real, other=-1).to(tl.int32)
@@ -157,6 +160,9 @@ def build_kernel(
         tails = tl.sum(tl.where(leads, 1, 0), 0)
         # Each section ends with an incomplete step.
         most = union + tails + (3 * PAD if HALF > 0 else PAD) - 1
+        if HALF == 0:
+            # They must stay within the first step, whose loads are masked.
+            most = tl.where(tails <= PAD, most, capacity + 1)
         fits = tl.where(alone, most, capacity + 1) <= capacity
         union = tl.where(fits, union, 0)
 
@@ -191,12 +197,14 @@ def build_kernel(
                 second += tl.sum(in_second, 0)
         first_steps = (first + PAD - 1) // PAD
         second_steps = (second + PAD - 1) // PAD
-        lead = (first_steps + second_steps) * PAD
-        cells = lead + union - first - second + tails
+        # Without sections the open groups come first.
+        lead = (first_steps + second_steps) * PAD if HALF > 0 else tails
+        behind = lead + union - first - second
+        cells = behind + tails if HALF > 0 else behind
         padded = (cells + PAD - 1) // PAD * PAD
 
-        tile_cells = cells_ptr + tile.to(tl.int64) * capacity
-        tile_masks = masks_ptr + tile.to(tl.int64) * capacity * RATIO
+        tile_cells = cells_ptr + tl.cast(tile, tl.int64) * capacity
+        tile_masks = masks_ptr + tl.cast(tile, tl.int64) * capacity * RATIO
         missing = 0
         filler = 0
         placed_first = 0
@@ -211,7 +219,7 @@ def build_kernel(
             missing = tl.maximum(missing, tl.max(tl.where(lost, 1, 0), 0))
             cell = page * BLOCKS_PER_PAGE + block % BLOCKS_PER_PAGE
             filler = tl.max(tl.where(listed, cell, 0), 0)
-            slot = at
+            slot = lead + at
             if HALF > 0:
                 in_first, in_second = _sides(entry, listed, HALF)
                 upto_first = placed_first + tl.cumsum(in_first, 0)
@@ -235,8 +243,9 @@ def build_kernel(
         page = tl.load(page_row + group // BLOCKS_PER_PAGE, mask=placed, other=0)
         missing = tl.maximum(missing, tl.max(tl.where((page < 0) | (page >= num_pages), 1, 0), 0))
         cell = page * BLOCKS_PER_PAGE + group % BLOCKS_PER_PAGE
-        filler = tl.maximum(filler, tl.max(tl.where(placed, cell, 0), 0))
-        at = lead + union - first - second + tl.cumsum(tl.where(leads, 1, 0), 0) - 1
+        if HALF > 0:
+            filler = tl.maximum(filler, tl.max(tl.where(placed, cell, 0), 0))
+        at = (behind if HALF > 0 else 0) + tl.cumsum(tl.where(leads, 1, 0), 0) - 1
         tl.store(tile_cells + at, cell, mask=placed)
         # [leading row, attending row, token of the group]
         token = group[:, None] * RATIO + offs_c[None, :]

@@ -33,7 +33,7 @@ def merge_kernel(
     HAS_GATE: tl.constexpr,
     HAS_LSE: tl.constexpr,
 ):
-    """Grid [rows, Hq, ceil(D / BLOCK_D)]; acc [rows, Hq, SPLITS, D], stats [rows, Hq, SPLITS, 2]."""
+    """Grid [rows, Hq, ceil(D / BLOCK_D)]. acc [rows, Hq, SPLITS, D], stats [..., 2]."""
     index = tl.program_id(0).to(tl.int64)
     row = first_row + index
     head = tl.program_id(1)

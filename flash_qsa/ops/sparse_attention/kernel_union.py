@@ -2,7 +2,7 @@
 
 ROWS consecutive rows of one request, G query heads each, fill BLOCK_M rows of the matrix units.
 Every cell of the tile's list (see `kernel_build`) is loaded once for all of them; a mask says which
-rows attend which token. Nothing is loaded that no row of the tile attends.
+rows attend which token. Nothing is read that no row of the tile attends.
 
 With FIXED, probabilities are relative to the largest score of the first tile of tokens instead of a
 running maximum, which saves the rescaling. BF16 and FP32 probabilities keep their relative
@@ -34,20 +34,26 @@ def _load_cells(
     cells,
     stride_p,
     stride_s,
+    live,
     BLOCKS_PER_PAGE: tl.constexpr,
     RATIO: tl.constexpr,
     BLOCK_N: tl.constexpr,
     DIM: tl.constexpr,
     COMPUTE: tl.constexpr,
     FP8_BYTES: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
-    """Keys or values of whole blocks, [BLOCK_N, DIM]."""
+    """Keys or values of whole blocks, [BLOCK_N, DIM]; with MASKED, zeros where not `live`."""
     page = cells // BLOCKS_PER_PAGE
     offset = (cells - page * BLOCKS_PER_PAGE) * RATIO
     base = page.to(tl.int64) * stride_p + offset * stride_s
     step = tl.arange(0, RATIO)[None, :, None] * stride_s
     # [BLOCK_N / C, C, DIM]
-    tile = tl.load(cache_ptr + base[:, None, None] + step + tl.arange(0, DIM)[None, None, :])
+    ptrs = cache_ptr + base[:, None, None] + step + tl.arange(0, DIM)[None, None, :]
+    if MASKED:
+        tile = tl.load(ptrs, mask=live[:, :, None], other=0)
+    else:
+        tile = tl.load(ptrs)
     return as_compute(tl.reshape(tile, [BLOCK_N, DIM]), COMPUTE, FP8_BYTES)
 
 
@@ -135,28 +141,42 @@ def union_kernel(
     begin = split * per_split
     end = tl.minimum(begin + per_split, steps)
 
-    acc = tl.zeros([BLOCK_M, DIM], tl.float32)
+    # The first step is loaded under its masks: an open group may hold tokens never written.
+    first = tl.minimum(begin, tl.maximum(steps - 1, 0))
+    cells = tl.load(cells_ptr + first * CELLS + offs_c, mask=offs_c < steps * CELLS, other=0)
+    token_at = first * BLOCK_N + offs_c[:, None] * RATIO + tl.arange(0, RATIO)[None, :]
+    live = tl.load(masks_ptr + token_at, mask=token_at < steps * BLOCK_N, other=0) != 0
+    member = tl.load(
+        masks_ptr + first * BLOCK_N + offs_n,
+        mask=first * BLOCK_N + offs_n < tl.where(begin < end, steps * BLOCK_N, 0),
+        other=0,
+    ).to(tl.int32)
+    k = _load_cells(
+        k_ptr, cells, stride_k_p, stride_k_s, live,
+        BLOCKS_PER_PAGE, RATIO, BLOCK_N, DIM, COMPUTE, FP8_BYTES, True,
+    )  # fmt: skip
+    v = _load_cells(
+        v_ptr, cells, stride_v_p, stride_v_s, live,
+        BLOCKS_PER_PAGE, RATIO, BLOCK_N, DIM, COMPUTE, FP8_BYTES, True,
+    )  # fmt: skip
+    scores = product(q, tl.trans(k), COMPUTE) * log2_scale
+    keep = (member[None, :] & bits[:, None]) != 0
+    # With FIXED, a row without a token here still takes a real score for its reference.
+    among = keep if not FIXED else tl.broadcast_to((member != 0)[None, :], [BLOCK_M, BLOCK_N])
+    peak = tl.maximum(tl.max(tl.where(among, scores, float("-inf")), 1), LOWEST)
     # Sums stay apart by token lane until the end: no shuffles in the loop.
-    lanes = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    peak = tl.full([BLOCK_M], LOWEST, tl.float32)
-    if FIXED:
-        if begin < end:
-            cells = tl.load(cells_ptr + begin * CELLS + offs_c)
-            k = _load_cells(
-                k_ptr, cells, stride_k_p, stride_k_s,
-                BLOCKS_PER_PAGE, RATIO, BLOCK_N, DIM, COMPUTE, FP8_BYTES,
-            )  # fmt: skip
-            peak = tl.max(product(q, tl.trans(k), COMPUTE) * log2_scale, 1)
-    for step in range(begin, end):
+    lanes = tl.where(keep, tl.exp2(scores - peak[:, None]), 0.0)
+    acc = product(lanes.to(ACTIVATION).to(COMPUTE), v, COMPUTE)
+    for step in range(begin + 1, end):
         cells = tl.load(cells_ptr + step * CELLS + offs_c)
         member = tl.load(masks_ptr + step * BLOCK_N + offs_n).to(tl.int32)
         k = _load_cells(
-            k_ptr, cells, stride_k_p, stride_k_s,
-            BLOCKS_PER_PAGE, RATIO, BLOCK_N, DIM, COMPUTE, FP8_BYTES,
+            k_ptr, cells, stride_k_p, stride_k_s, live,
+            BLOCKS_PER_PAGE, RATIO, BLOCK_N, DIM, COMPUTE, FP8_BYTES, False,
         )  # fmt: skip
         v = _load_cells(
-            v_ptr, cells, stride_v_p, stride_v_s,
-            BLOCKS_PER_PAGE, RATIO, BLOCK_N, DIM, COMPUTE, FP8_BYTES,
+            v_ptr, cells, stride_v_p, stride_v_s, live,
+            BLOCKS_PER_PAGE, RATIO, BLOCK_N, DIM, COMPUTE, FP8_BYTES, False,
         )  # fmt: skip
         scores = product(q, tl.trans(k), COMPUTE) * log2_scale
         keep = (member[None, :] & bits[:, None]) != 0

@@ -38,7 +38,7 @@ def as_compute(tile, COMPUTE: tl.constexpr, FP8_BYTES: tl.constexpr):
 @triton.jit
 def product(a, b, COMPUTE: tl.constexpr):
     """a · b in FP32; FP32 operands are not reduced to TF32."""
-    if COMPUTE == tl.float32:
+    if a.dtype.is_fp32():
         return tl.dot(a, b, input_precision="ieee")
     else:
         return tl.dot(a, b)
