@@ -103,11 +103,11 @@ class RopeTable:
         `canonical_positions` takes).
 
         Raises:
-            IndexError: a position outside the table (on the CPU; a device lookup must not wait
-                for the host, see `require`).
+            IndexError: a position outside the table (on the CPU, outside a traced program; a
+                device lookup must not wait for the host, see `require`).
         """
         axes = canonical_positions(positions)[:, 0, :]
-        if axes.device.type == "cpu" and axes.numel():
+        if axes.device.type == "cpu" and axes.numel() and not torch.compiler.is_compiling():
             low, high = int(axes.min()), int(axes.max())
             if low < 0 or high >= self.max_positions:
                 raise IndexError(
