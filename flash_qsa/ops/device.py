@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -17,3 +19,234 @@ def e4m3_to_fp16(code):
     magnitude = ((bits & 0x7F) << 7).to(tl.float16, bitcast=True) * 256.0
     magnitude = tl.where((bits & 0x7F) == 0x7F, float("nan"), magnitude)
     return tl.where(bits >= 0x80, -magnitude, magnitude).to(tl.float16)
+
+
+class Heads(NamedTuple):
+    """Packed heads [T, width]: a pointer, and the elements from row to row."""
+
+    ptr: Any
+    stride: Any
+
+
+class Positions(NamedTuple):
+    """Canonical rotary positions [T, 1, 3] (int64)."""
+
+    ptr: Any
+    stride_row: Any
+    stride_axis: Any
+
+
+class Table(NamedTuple):
+    """A rotary table [rows, rotary_dim]: cosines, then sines."""
+
+    ptr: Any
+    stride: Any
+    rows: Any
+
+
+class Ring(NamedTuple):
+    """A raw-key ring [slots, capacity, 1, width], seen as integers of the keys' size."""
+
+    ptr: Any
+    stride_slot: Any
+    stride_row: Any
+    slots: Any
+
+
+class Rope(NamedTuple):
+    """Compile-time facts of a rotation. axes: "one" (the first axis alone), or mRoPE's channel
+    orders "interleaved" and "runs", with the channels of each axis."""
+
+    half: int
+    neox: bool
+    axes: str
+    section_t: int
+    section_h: int
+    section_w: int
+
+
+class Groups(NamedTuple):
+    """Compile-time facts of groups and rings: C, rows of a ring slot, Di and the power of two
+    above it, and where a ring row's three positions start (without them, the key's end)."""
+
+    ratio: int
+    capacity: int
+    dim: int
+    block: int
+    position_at: int
+    has_positions: bool
+
+
+@triton.jit
+def e4m3_from_fp32(x):
+    """FP8 e4m3 bytes (uint8) of FP32 numbers, on every device.
+
+    Rounds to nearest even, saturates at ±448, keeps NaN and signs. The same bits as torch's cast
+    of a clamped tensor, so one device's cache reads the same on another.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    capped = tl.minimum(magnitude, 0x43E00000)  # 448
+    # rebias the exponent by 120 and keep three mantissa bits
+    normal = (capped - (120 << 23) + 0x7FFFF + ((capped >> 20) & 1)) >> 20
+    # a sum with 2^14 is rounded to multiples of 2^-9, the step of e4m3's subnormals
+    small = (capped.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    code = tl.where(capped < 0x3C800000, small, normal)  # 2^-6
+    code = tl.where(magnitude > 0x7F800000, 0x7F, code)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def to_cache(x, IS_FP8: tl.constexpr, dtype: tl.constexpr):
+    """FP32 values as a cache stores them: e4m3 bytes, or rounded to `dtype`."""
+    if IS_FP8:
+        return e4m3_from_fp32(x)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def step_positions(positions, row, real):
+    """Rotary positions (T, H, W) [U] of rows of this step; rows that are not `real` stand at 0,
+    because theirs may be anything. Every row must exist."""
+    at = positions.ptr + row * positions.stride_row
+    pos_t = tl.where(real, tl.load(at), 0)
+    pos_h = tl.where(real, tl.load(at + positions.stride_axis), 0)
+    pos_w = tl.where(real, tl.load(at + 2 * positions.stride_axis), 0)
+    return pos_t, pos_h, pos_w
+
+
+@triton.jit
+def rotary_channels(BLOCK: tl.constexpr, ROPE: tl.constexpr):
+    """Where each channel of a head finds its rotation: its partner, its frequency, the sign of the
+    sine, and whether it rotates at all; [BLOCK] each."""
+    HALF: tl.constexpr = ROPE.half
+    d = tl.arange(0, BLOCK)
+    if ROPE.neox:
+        partner = tl.where(d < HALF, d + HALF, d - HALF)
+        frequency = tl.where(d < HALF, d, d - HALF)
+        if HALF % 8 == 0:
+            # lets both be loaded 16 bytes at a time
+            partner = tl.max_contiguous(tl.multiple_of(partner, 8), 8)
+            frequency = tl.max_contiguous(tl.multiple_of(frequency, 8), 8)
+        sign = tl.where(d < HALF, -1.0, 1.0)
+    else:
+        partner = d + 1 - 2 * (d % 2)
+        frequency = d // 2
+        sign = tl.where(d % 2 == 0, -1.0, 1.0)
+    return partner, frequency, sign, d < 2 * HALF
+
+
+@triton.jit
+def rotary_values(table, pos_t, pos_h, pos_w, frequency, rotates, ROPE: tl.constexpr):
+    """FP32 cosines and sines [U, BLOCK] at positions [U], and whether the table has them [U].
+
+    Channels that do not rotate, and positions outside the table, read nothing.
+    """
+    HALF: tl.constexpr = ROPE.half
+    low = tl.minimum(pos_t, tl.minimum(pos_h, pos_w))
+    high = tl.maximum(pos_t, tl.maximum(pos_h, pos_w))
+    known = (low >= 0) & (high < table.rows)
+    mask = known[:, None] & rotates[None, :]
+    first = table.ptr + frequency[None, :]
+    at = first + (pos_t * table.stride)[:, None]
+    cos = tl.load(at, mask=mask, other=0.0)
+    sin = tl.load(at + HALF, mask=mask, other=0.0)
+    if ROPE.axes != "one":
+        if ROPE.axes == "interleaved":
+            on_h = (frequency % 3 == 1) & (frequency < 3 * ROPE.section_h)
+            on_w = (frequency % 3 == 2) & (frequency < 3 * ROPE.section_w)
+        else:
+            on_w = frequency >= ROPE.section_t + ROPE.section_h
+            on_h = (frequency >= ROPE.section_t) & (frequency < ROPE.section_t + ROPE.section_h)
+        # whole rows of every axis, then a choice in registers: loads masked by axis are narrow
+        at_h = first + (pos_h * table.stride)[:, None]
+        at_w = first + (pos_w * table.stride)[:, None]
+        cos_h = tl.load(at_h, mask=mask, other=0.0)
+        sin_h = tl.load(at_h + HALF, mask=mask, other=0.0)
+        cos_w = tl.load(at_w, mask=mask, other=0.0)
+        sin_w = tl.load(at_w + HALF, mask=mask, other=0.0)
+        cos = tl.where(on_h[None, :], cos_h, tl.where(on_w[None, :], cos_w, cos))
+        sin = tl.where(on_h[None, :], sin_h, tl.where(on_w[None, :], sin_w, sin))
+    return cos.to(tl.float32), sin.to(tl.float32), known
+
+
+@triton.jit
+def norm_and_rotate(
+    x, partner_x, weight_ptr, eps, table, pos_t, pos_h, pos_w, DIM, ROPE: tl.constexpr, dtype
+):
+    """RMSNorm (gain 1 + w), then rotation, of FP32 heads x [U, BLOCK]; FP32 holding `dtype`.
+
+    partner_x: each rotating channel's partner in x, 0 elsewhere. The norm is rounded to `dtype`
+    before the rotation. A head at a position outside the table comes out NaN, not wrong.
+    """
+    d = tl.arange(0, x.shape[1])
+    partner, frequency, sign, rotates = rotary_channels(x.shape[1], ROPE)
+    weight = 1.0 + tl.load(weight_ptr + d, mask=d < DIM, other=0.0).to(tl.float32)
+    partner_weight = 1.0 + tl.load(weight_ptr + partner, mask=rotates, other=0.0).to(tl.float32)
+    cos, sin, known = rotary_values(table, pos_t, pos_h, pos_w, frequency, rotates, ROPE)
+    factor = tl.rsqrt(tl.sum(x * x, axis=1) / DIM + eps)
+    factor = tl.where(known, factor, float("nan"))[:, None]
+    y = (x * factor * weight[None, :]).to(dtype).to(tl.float32)
+    partner_y = (partner_x * factor * partner_weight[None, :]).to(dtype).to(tl.float32)
+    turned = y * cos + partner_y * (sin * sign[None, :])
+    return tl.where(rotates[None, :], turned, y).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _group_member(keys, ring, back, group, live, channel, kept, GROUPS: tl.constexpr):
+    """FP32 raw keys [G, BLOCK] of the tokens `back` before each group's last."""
+    last_row, last_position, first_here, slot = group
+    position = last_position - back
+    from_step = tl.load(
+        keys.ptr + ((last_row - back) * keys.stride)[:, None] + channel[None, :],
+        mask=(live & (position >= first_here))[:, None] & kept[None, :],
+        other=0.0,
+    )
+    at = slot * ring.stride_slot + position % GROUPS.capacity * ring.stride_row
+    bits = tl.load(
+        ring.ptr + at[:, None] + channel[None, :],
+        mask=(live & (position < first_here))[:, None] & kept[None, :],
+        other=0,
+    )
+    from_ring = bits.to(from_step.dtype, bitcast=True)
+    return tl.where((position >= first_here)[:, None], from_step, from_ring).to(tl.float32)
+
+
+@triton.jit
+def pool_groups(keys, ring, group, live, channel, kept, GROUPS: tl.constexpr):
+    """Mean [G, BLOCK] of each group's raw keys: FP32, summed from the oldest token to the newest,
+    rounded to the keys' dtype.
+
+    group: int64 (last_row, last_position, first_here, slot), [G] each: the group ends at
+    `last_position`, which is the step's `last_row`; members at or after `first_here` are rows of
+    this step, older ones are in the ring `slot`. channel [BLOCK] says which channels to take, kept
+    [BLOCK] which of them to read. Groups that are not `live` [G] read nothing and give zeros.
+    """
+    total = tl.zeros((live.shape[0], channel.shape[0]), dtype=tl.float32)
+    if GROUPS.ratio <= 8:
+        for i in tl.static_range(GROUPS.ratio):
+            back = GROUPS.ratio - 1 - i
+            total += _group_member(keys, ring, back, group, live, channel, kept, GROUPS)
+    else:
+        for i in range(GROUPS.ratio):
+            back = GROUPS.ratio - 1 - i
+            total += _group_member(keys, ring, back, group, live, channel, kept, GROUPS)
+    mean = tl.math.div_rn(total, tl.full(total.shape, GROUPS.ratio, tl.float32))
+    return mean.to(keys.ptr.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def ring_position(ring, slot, position, live, AXIS: tl.constexpr, GROUPS: tl.constexpr):
+    """int64 rotary position [G], on one axis, of the tokens at `position` [G] of ring `slot` [G].
+
+    Put together from integers of the keys' size: no wider alignment is certain.
+    """
+    BITS: tl.constexpr = ring.ptr.dtype.element_ty.primitive_bitwidth
+    row = slot * ring.stride_slot + position % GROUPS.capacity * ring.stride_row
+    value = tl.zeros(row.shape, dtype=tl.int64)
+    for piece in tl.static_range(64 // BITS):
+        at = ring.ptr + row + (GROUPS.position_at + AXIS * (64 // BITS) + piece)
+        part = tl.load(at, mask=live, other=0).to(tl.int64) & ((1 << BITS) - 1)
+        value |= part << (piece * BITS)
+    return value
