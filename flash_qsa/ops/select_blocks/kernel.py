@@ -1,0 +1,220 @@
+"""select_blocks on the GPU: score a chunk of rows into the workspace, select from it, repeat.
+
+Two launches a chunk: `kernel_score` writes one ordered int32 per row and key and the largest of
+every group of keys, `kernel_select` picks exactly. A step whose rows see at most K blocks is one
+launch. Everything is decided from shapes and the plan's host integers; lengths are read on the
+device, so a captured graph serves other lengths.
+
+Bytes a row and key: Di · itemsize / rows-per-tile read, 4 written and read again. Mirrors
+`reference.py`: a row without candidates is -1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from flash_qsa.checks import UnsupportedError
+from flash_qsa.ops.fp8 import is_fp8
+from flash_qsa.ops.select_blocks import tiles
+from flash_qsa.ops.select_blocks.kernel_score import score_kernel
+from flash_qsa.ops.select_blocks.kernel_select import select_kernel
+from flash_qsa.plan import BatchPlan
+from flash_qsa.targets import Target, device_target
+
+ALIGNMENT = 128
+
+
+def launch(
+    index_query: torch.Tensor,
+    key_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    request_ids: torch.Tensor,
+    visible_blocks: torch.Tensor,
+    first_block: torch.Tensor | None,
+    plan: BatchPlan | None,
+    workspace: int | torch.Tensor,
+    out: torch.Tensor,
+    *,
+    tuning: dict[str, Any] | None = None,
+) -> None:
+    """`tuning` replaces fields of the chosen tiles, for benchmarks and tests."""
+    tuning = tuning or {}
+    target = device_target(out.device)
+    query, cache = _storage(index_query, target), _storage(key_cache, target)
+    page_blocks = cache.shape[1]
+    width = max(page_table.shape[1] * page_blocks, 1)
+    if plan is not None:
+        width = min(width, max(plan.max_seq_len // plan.compress_ratio, 1))
+    if width > tiles.MAX_BLOCKS:
+        raise UnsupportedError(
+            f"visible_blocks: rows of {width} blocks are longer than the {tiles.MAX_BLOCKS} that "
+            "select_blocks supports; give a plan whose max_seq_len is smaller"
+        )
+    rows, top_k = out.shape
+    step = _Step(query, cache, page_table, request_ids, visible_blocks, first_block, out, width)
+    select = tiles.choose_select(rows, width, top_k, target)
+    select = replace(select, **tuning.get("select", {}))
+    if select.group == 0:
+        step.select(select, 0, rows, None)
+        return
+    for phase in tuning.get("phases") or tiles.phases(rows, page_table.shape[0], plan):
+        select = tiles.choose_select(phase.end - phase.begin, width, top_k, target)
+        select = replace(select, **tuning.get("select", {}))
+        space = _Workspace(workspace, width, select, phase.end - phase.begin, out.device)
+        itemsize = 4 if query.dtype == torch.float32 else max(query.element_size(), 1)
+        if query.dtype == torch.bfloat16 and not target.has_bf16:
+            itemsize = 4
+        if query.dtype == torch.uint8:
+            itemsize = 2
+        heads, dim = query.shape[1:]
+        for begin in range(phase.begin, phase.end, space.rows):
+            end = min(begin + space.rows, phase.end)
+            part = replace(phase, begin=begin, end=end)
+            score = tiles.choose_score(part, width, heads, dim, itemsize, target)
+            score = replace(score, **tuning.get("score", {}))
+            step.score(score, select, begin, end, space, target)
+            step.select(select, begin, end, space)
+
+
+def _storage(tensor: torch.Tensor, target: Target) -> torch.Tensor:
+    """FP8 in the type that the target multiplies, or as bytes where it has none."""
+    if not is_fp8(tensor.dtype):
+        return tensor
+    native = target.backend == "cuda" and target.has_e4m3 and tensor.device.type != "cpu"
+    return tensor.view(torch.float8_e4m3fn if native else torch.uint8)
+
+
+class _Workspace:
+    """Scores, group maxima and lists of as many rows as fit."""
+
+    def __init__(
+        self,
+        given: int | torch.Tensor,
+        width: int,
+        select: tiles.SelectTiles,
+        rows: int,
+        device: torch.device,
+    ) -> None:
+        self.widths = (
+            -(-width // tiles.BLOCK_N) * tiles.BLOCK_N,
+            max(select.units, 16) if select.group > 1 else 0,
+            select.scratch,
+        )
+        row_bytes = 4 * sum(self.widths)
+        buffer = given if isinstance(given, torch.Tensor) else None
+        skip = 0 if buffer is None else -buffer.data_ptr() % ALIGNMENT
+        room = (given if buffer is None else buffer.numel()) - skip
+        self.rows = min(rows, room // row_bytes)
+        if self.rows < 1:
+            raise ValueError(
+                f"workspace: rows of {width} blocks need {row_bytes + ALIGNMENT} bytes each, "
+                f"got {room + skip}"
+            )
+        if self.rows < rows and self.rows > 64:
+            self.rows -= self.rows % 64
+        size = self.rows * row_bytes
+        if buffer is None:
+            words = torch.empty(size // 4, dtype=torch.int32, device=device)
+        else:
+            words = buffer[skip : skip + size].view(torch.int32)
+        parts = words.split([self.rows * columns for columns in self.widths])
+        self.scores, self.maxima, self.scratch = parts
+
+
+class _Step:
+    """The arguments that both kernels share."""
+
+    def __init__(self, query, cache, page_table, request_ids, visible, first, out, width) -> None:
+        self.query, self.cache, self.page_table = query, cache, page_table
+        self.request_ids, self.visible, self.out, self.width = request_ids, visible, out, width
+        self.has_first = first is not None
+        self.first = first if self.has_first else visible
+        self.top_k = out.shape[1]
+
+    def score(
+        self,
+        score: tiles.ScoreTiles,
+        select: tiles.SelectTiles,
+        begin: int,
+        end: int,
+        space: _Workspace,
+        target: Target,
+    ) -> None:
+        options = {"matrix_instr_nonkdim": 16} if target.backend == "hip" else {}
+        query, cache, table = self.query, self.cache, self.page_table
+        widen = query.dtype == torch.bfloat16 and not target.has_bf16
+        score_kernel[(-(-(end - begin) // score.rows) * score.splits,)](
+            query,
+            cache,
+            table,
+            self.request_ids,
+            self.visible,
+            self.first,
+            space.scores,
+            space.maxima if select.group > 1 else space.scores,
+            query.stride(0),
+            query.stride(1),
+            cache.stride(0),
+            cache.stride(1),
+            table.stride(0),
+            space.widths[0],
+            space.widths[1],
+            begin,
+            end,
+            self.width,
+            table.shape[0],
+            cache.shape[0],
+            table.shape[1],
+            score.splits,
+            TOP_K=self.top_k,
+            HEADS=query.shape[1],
+            HEAD_DIM=query.shape[2],
+            HEADS_PAD=score.heads_pad,
+            DIM_PAD=score.dim_pad,
+            BLOCK_D=score.block_d,
+            ROWS=score.rows,
+            ROWS_PAD=score.rows_pad,
+            BLOCK_N=tiles.BLOCK_N,
+            GROUP=select.group,
+            PAGE_BLOCKS=cache.shape[1],
+            E4M3_BYTES=query.dtype == torch.uint8,
+            WIDEN=widen,
+            HAS_FIRST=self.has_first,
+            STAGES=score.num_stages,
+            num_warps=score.num_warps,
+            **options,
+        )
+
+    def select(
+        self, select: tiles.SelectTiles, begin: int, end: int, space: _Workspace | None
+    ) -> None:
+        scores = self.out if space is None else space.scores
+        grouped = space is not None and select.group > 1
+        widths = (0, 0, 0) if space is None else space.widths
+        select_kernel[(end - begin,)](
+            scores,
+            space.maxima if grouped else scores,
+            space.scratch if grouped else scores,
+            self.request_ids,
+            self.visible,
+            self.first,
+            self.out,
+            *widths,
+            self.out.stride(0),
+            begin,
+            self.width,
+            self.page_table.shape[0],
+            TOP_K=self.top_k,
+            TOP_K_PAD=tiles.power_of_two(self.top_k),
+            GROUP=select.group,
+            UNITS=select.units,
+            SLACK=select.slack,
+            SURVIVORS=select.survivors,
+            CHUNK=select.chunk,
+            HAS_FIRST=self.has_first,
+            num_warps=select.num_warps,
+            num_stages=1,
+        )

@@ -1,0 +1,244 @@
+"""The scorer: s(t, b) = Σ_h relu(q[t, h] · k[b]) for a range of rows, as ordered integers.
+
+One program takes a tile of rows and every `splits`-th tile of 64 keys. Per row and key it writes
+one int32: the bits of the FP32 score, which order as integers because ReLU sums are never negative,
+or -1 for NaN and for a missing page. With groups it also writes each group's largest.
+
+Every schedule computes a score in the same order: channels ascending inside the product, heads in
+a balanced tree. So a score's bits depend on its row and its key alone.
+
+Rows that see at most K blocks are skipped, and a program whose keys lie behind every row's visible
+blocks does nothing.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flash_qsa.ops.device import e4m3_to_fp16
+
+HIDDEN = tl.constexpr(-(2**31))
+"""Below every score, NaN included: not a candidate."""
+
+
+@triton.jit
+def sum_heads(dots, KEYS: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr):
+    """[KEYS, ROWS · HEADS] products → [KEYS, ROWS] sums of their ReLUs.
+
+    Columns are ordered (row / 4, head / 2, row % 4, head % 2): in the matrix units' accumulator
+    layouts a thread then holds all heads of a row, and no value is exchanged. The sum is a tree over
+    head bits, from the lowest.
+    """
+    dots = tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    part = tl.sum(tl.reshape(dots, (KEYS, ROWS // 4, HEADS // 2, 4, 2)), 4)
+    if HEADS > 2:
+        part = tl.sum(tl.reshape(part, (KEYS, ROWS // 4, HEADS // 4, 2, 4)), 3)
+    if HEADS > 4:
+        part = tl.sum(tl.reshape(part, (KEYS, ROWS // 4, HEADS // 8, 2, 4)), 3)
+    if HEADS > 8:
+        part = tl.sum(tl.reshape(part, (KEYS, ROWS // 4, HEADS // 16, 2, 4)), 3)
+    if HEADS > 16:
+        part = tl.sum(tl.reshape(part, (KEYS, ROWS // 4, HEADS // 32, 2, 4)), 3)
+    return tl.reshape(part, (KEYS, ROWS))
+
+
+@triton.jit
+def ordered(scores):
+    """FP32 scores → int32 keys: -0.0 equals 0.0, NaN becomes -1."""
+    bits = scores.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.where(bits > 0x7F800000, -1, bits)
+
+
+@triton.jit
+def _operand(values, E4M3_BYTES: tl.constexpr, WIDEN: tl.constexpr):
+    if E4M3_BYTES:
+        return e4m3_to_fp16(values)
+    if WIDEN:
+        return values.to(tl.float32)
+    return values
+
+
+@triton.jit
+def _score_tile(
+    query_ptr,
+    cache_ptr,
+    page_row,
+    offs_n,
+    limit_n,
+    query_rows,
+    query_heads,
+    column_ok,
+    stride_q_t,
+    stride_q_h,
+    stride_k_page,
+    stride_k_block,
+    num_pages,
+    table_pages,
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS_PAD: tl.constexpr,
+    HEADS_PAD: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PAGE_BLOCKS: tl.constexpr,
+    E4M3_BYTES: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """int32 keys [BLOCK_N, ROWS_PAD] of one tile."""
+    logical = offs_n // PAGE_BLOCKS
+    wanted = (offs_n < limit_n) & (logical < table_pages)
+    page = tl.load(page_row + logical, mask=wanted, other=-1)
+    present = (page >= 0) & (page < num_pages)
+    offsets = (offs_n % PAGE_BLOCKS).to(tl.int64)
+    cells = page.to(tl.int64) * stride_k_page + offsets * stride_k_block
+    dots = tl.zeros((BLOCK_N, ROWS_PAD * HEADS_PAD), tl.float32)
+    for start in tl.static_range(0, DIM_PAD, BLOCK_D):
+        offs_d = start + tl.arange(0, BLOCK_D)
+        # [BLOCK_N, BLOCK_D]
+        keys = tl.load(
+            cache_ptr + cells[:, None] + offs_d[None, :],
+            mask=present[:, None] & (offs_d < HEAD_DIM)[None, :],
+            other=0.0,
+        )
+        # [columns, BLOCK_D]
+        queries = tl.load(
+            query_ptr
+            + (query_rows * stride_q_t + query_heads * stride_q_h)[:, None]
+            + offs_d[None, :],
+            mask=column_ok[:, None] & (offs_d < HEAD_DIM)[None, :],
+            other=0.0,
+        )
+        dots = tl.dot(
+            _operand(keys, E4M3_BYTES, WIDEN),
+            tl.trans(_operand(queries, E4M3_BYTES, WIDEN)),
+            dots,
+            input_precision="ieee",
+        )
+    scores = ordered(sum_heads(dots, BLOCK_N, ROWS_PAD, HEADS_PAD))
+    return tl.where(present[:, None], scores, -1)
+
+
+@triton.jit
+def score_kernel(
+    query_ptr,
+    cache_ptr,
+    page_table_ptr,
+    request_ids_ptr,
+    visible_ptr,
+    first_ptr,
+    scores_ptr,
+    maxima_ptr,
+    stride_q_t,
+    stride_q_h,
+    stride_k_page,
+    stride_k_block,
+    stride_table,
+    stride_scores,
+    stride_maxima,
+    row_begin,
+    row_end,
+    width,
+    num_requests,
+    num_pages,
+    table_pages,
+    splits,
+    TOP_K: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEADS_PAD: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROWS_PAD: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAGE_BLOCKS: tl.constexpr,
+    E4M3_BYTES: tl.constexpr,
+    WIDEN: tl.constexpr,
+    HAS_FIRST: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    split = tl.program_id(0) % splits
+    tile_row = (tl.program_id(0) // splits).to(tl.int64) * ROWS
+
+    offs_r = tl.arange(0, ROWS_PAD)
+    rows = row_begin + tile_row + offs_r
+    row_ok = (rows < row_end) & (offs_r < ROWS)
+    requests = tl.load(request_ids_ptr + rows, mask=row_ok, other=-1)
+    visible = tl.load(visible_ptr + rows, mask=row_ok, other=0)
+    visible = tl.minimum(visible, width)
+    first = tl.zeros_like(visible)
+    if HAS_FIRST:
+        first = tl.maximum(tl.load(first_ptr + rows, mask=row_ok, other=0), 0)
+    known = (requests >= 0) & (requests < num_requests)
+    # candidates of a row are first … limit - 1; limit 0 where nothing is to be scored
+    limit = tl.where(known & (visible - first > TOP_K), visible, 0)
+
+    columns = tl.arange(0, ROWS_PAD * HEADS_PAD)
+    column_row = columns // (4 * HEADS_PAD) * 4 + columns // 2 % 4
+    column_head = (columns // 8 % (HEADS_PAD // 2) * 2 + columns % 2).to(tl.int64)
+    query_rows = row_begin + tile_row + column_row
+    column_ok = (query_rows < row_end) & (column_row < ROWS) & (column_head < HEADS)
+    offs_group = tl.arange(0, BLOCK_N // GROUP)
+
+    # rows of one request are scored together; a tile seldom has more than one
+    left = tl.max(limit, 0)
+    while left > 0:
+        request = tl.max(tl.where(limit > 0, requests, -1), 0)
+        mine = requests == request
+        top = tl.where(mine, limit, 0)
+        bottom = tl.where(top > 0, first, width)
+        last = tl.max(top, 0)
+        page_row = page_table_ptr + request.to(tl.int64) * stride_table
+        for tile in tl.range(
+            tl.min(bottom, 0) // BLOCK_N + split,
+            (last + BLOCK_N - 1) // BLOCK_N,
+            splits,
+            num_stages=STAGES,
+        ):
+            offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            scores = _score_tile(
+                query_ptr,
+                cache_ptr,
+                page_row,
+                offs_n,
+                last,
+                query_rows,
+                column_head,
+                column_ok,
+                stride_q_t,
+                stride_q_h,
+                stride_k_page,
+                stride_k_block,
+                num_pages,
+                table_pages,
+                HEAD_DIM,
+                DIM_PAD,
+                BLOCK_D,
+                ROWS_PAD,
+                HEADS_PAD,
+                BLOCK_N,
+                PAGE_BLOCKS,
+                E4M3_BYTES,
+                WIDEN,
+            )
+            candidate = (offs_n[:, None] < top[None, :]) & (offs_n[:, None] >= bottom[None, :])
+            scores = tl.where(candidate, scores, HIDDEN)
+            places = (tile_row + offs_r) * stride_scores
+            tl.store(
+                scores_ptr + places[None, :] + offs_n[:, None],
+                scores,
+                mask=(offs_n[:, None] < width) & (top > 0)[None, :],
+            )
+            if GROUP > 1:
+                largest = tl.max(tl.reshape(scores, (BLOCK_N // GROUP, GROUP, ROWS_PAD)), 1)
+                offs_g = tile * (BLOCK_N // GROUP) + offs_group
+                places = (tile_row + offs_r) * stride_maxima
+                tl.store(
+                    maxima_ptr + places[None, :] + offs_g[:, None],
+                    largest,
+                    mask=(offs_g[:, None] * GROUP < width) & (top > 0)[None, :],
+                )
+        limit = tl.where(mine, 0, limit)
+        left = tl.max(limit, 0)

@@ -1,0 +1,148 @@
+"""Choice of schedule and tile for select_blocks: pure functions of numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flash_qsa.plan import BatchPlan
+from flash_qsa.targets import Target
+
+BLOCK_N = 64
+"""Keys of a tile in every schedule: the M side of the product, a whole Hopper warp group."""
+
+MAX_GROUP = BLOCK_N
+MAX_UNITS = 16_384
+MAX_BLOCKS = MAX_GROUP * MAX_UNITS
+"""Longest row: 1,048,576 blocks, the units of 64 keys that one program holds in registers."""
+
+DECODE_ROWS = 16
+"""Rows of one request up to which keys are streamed once for few queries."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Consecutive rows that share a schedule; `query_len` rows of a request lie side by side."""
+
+    begin: int
+    end: int
+    decode: bool
+    query_len: int
+
+
+@dataclass(frozen=True)
+class ScoreTiles:
+    """One program scores `rows` rows against every `splits`-th tile of BLOCK_N keys.
+
+    `rows_pad` rows of `heads_pad` heads are the columns of the product; `block_d` channels are
+    multiplied at a time.
+    """
+
+    rows: int
+    rows_pad: int
+    heads_pad: int
+    dim_pad: int
+    block_d: int
+    splits: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class SelectTiles:
+    """One program selects one row.
+
+    group: keys behind one maximum; 1 reads the row itself, 0 scores nothing.
+    units: maxima (keys, where group is 1) of a row, held in registers.
+    slack: groups above K that may be listed. survivors: keys of the exact search.
+    chunk: listed groups examined at a time.
+    """
+
+    group: int
+    units: int
+    slack: int
+    survivors: int
+    chunk: int
+    num_warps: int
+
+    @property
+    def scratch(self) -> int:
+        """int32 words of a row's lists: groups, then survivors."""
+        return (self.units + self.survivors) if self.group > 1 else 0
+
+
+def power_of_two(value: int) -> int:
+    """The smallest power of two at or above value."""
+    return 1 << max(value - 1, 0).bit_length()
+
+
+def phases(rows: int, requests: int, plan: BatchPlan | None) -> list[Phase]:
+    """Splits a step's rows into decode and prefill; correct for any rows, fast for these."""
+    decodes, decode_rows, query_len = 0, 0, 1
+    if plan is not None:
+        decodes = min(plan.num_decodes, requests)
+        decode_rows = min(plan.num_decode_tokens, rows)
+        query_len = max(plan.decode_query_len, 1)
+    found = []
+    if decode_rows:
+        found.append(Phase(0, decode_rows, query_len <= DECODE_ROWS, query_len))
+    rest, requests = rows - decode_rows, max(requests - decodes, 1)
+    if rest:
+        each = -(-rest // requests)
+        few = each <= DECODE_ROWS
+        if few and (plan is not None or rest % requests):
+            each = 1
+        found.append(Phase(decode_rows, rows, few, each))
+    return found
+
+
+def choose_score(
+    phase: Phase, width: int, heads: int, dim: int, itemsize: int, target: Target
+) -> ScoreTiles:
+    """Tiles of the scorer for rows of up to `width` keys; `itemsize` is that of the product."""
+    heads_pad, dim_pad = max(2, power_of_two(heads)), max(32, power_of_two(dim))
+    key_tiles = -(-width // BLOCK_N)
+    rows = phase.end - phase.begin
+    block_d = min(dim_pad, 32) if itemsize == 4 else dim_pad
+    if phase.decode:
+        tile_rows = max(1, min(phase.query_len, rows))
+        rows_pad = max(4, power_of_two(tile_rows))
+        row_tiles = -(-rows // tile_rows)
+        splits = max(1, min(key_tiles, 4 * target.processors // row_tiles))
+    else:
+        columns = 256 if target.shared_memory > (128 << 10) else 128
+        if itemsize == 4 or target.shared_memory <= (64 << 10):
+            columns = 64
+        while columns > 4 * heads_pad and columns * dim_pad * itemsize > 64 << 10:
+            columns //= 2
+        tile_rows = rows_pad = max(4, columns // heads_pad)
+        splits = max(1, -(-key_tiles // 16))
+    fixed = rows_pad * heads_pad * block_d * itemsize
+    stage = BLOCK_N * block_d * itemsize
+    room = target.shared_memory - (4 << 10) - fixed
+    stages = max(1, min(3, room // stage))
+    return ScoreTiles(tile_rows, rows_pad, heads_pad, dim_pad, block_d, splits, 4, stages)
+
+
+def choose_select(rows: int, width: int, top_k: int, target: Target) -> SelectTiles:
+    """Tiles of the selection for rows of up to `width` keys."""
+    few = rows <= 2 * target.processors
+    if width <= top_k:
+        return SelectTiles(0, 0, 0, 0, 0, 1)
+    slack = max(64, top_k // 8)
+    survivors = power_of_two(top_k + slack)
+    if survivors < top_k * 3 // 2:
+        survivors *= 2
+    if width <= max(2048, survivors):
+        units = power_of_two(width)
+        return SelectTiles(1, units, 0, 0, 0, _warps(units, few))
+    limit, group = max(4096, 8 * top_k), 4
+    while group < MAX_GROUP and -(-width // group) > limit:
+        group *= 4
+    units = max(16, power_of_two(-(-width // group)))
+    warps = _warps(max(units, survivors), few)
+    return SelectTiles(group, units, slack, survivors, 1024 * warps // group, warps)
+
+
+def _warps(held: int, few: bool) -> int:
+    """Warps for `held` elements in registers: few rows want latency, many want throughput."""
+    return max(1, min(16, held // (256 if few else 2048)))
