@@ -141,32 +141,35 @@ def union_kernel(
     begin = split * per_split
     end = tl.minimum(begin + per_split, steps)
 
-    # The first step is loaded under its masks: an open group may hold tokens never written.
-    first = tl.minimum(begin, tl.maximum(steps - 1, 0))
-    cells = tl.load(cells_ptr + first * CELLS + offs_c, mask=offs_c < steps * CELLS, other=0)
-    token_at = first * BLOCK_N + offs_c[:, None] * RATIO + tl.arange(0, RATIO)[None, :]
-    live = tl.load(masks_ptr + token_at, mask=token_at < steps * BLOCK_N, other=0) != 0
-    member = tl.load(
-        masks_ptr + first * BLOCK_N + offs_n,
-        mask=first * BLOCK_N + offs_n < tl.where(begin < end, steps * BLOCK_N, 0),
-        other=0,
-    ).to(tl.int32)
-    k = _load_cells(
-        k_ptr, cells, stride_k_p, stride_k_s, live,
-        BLOCKS_PER_PAGE, RATIO, BLOCK_N, DIM, COMPUTE, FP8_BYTES, True,
-    )  # fmt: skip
-    v = _load_cells(
-        v_ptr, cells, stride_v_p, stride_v_s, live,
-        BLOCKS_PER_PAGE, RATIO, BLOCK_N, DIM, COMPUTE, FP8_BYTES, True,
-    )  # fmt: skip
-    scores = product(q, tl.trans(k), COMPUTE) * log2_scale
-    keep = (member[None, :] & bits[:, None]) != 0
-    # With FIXED, a row without a token here still takes a real score for its reference.
-    among = keep if not FIXED else tl.broadcast_to((member != 0)[None, :], [BLOCK_M, BLOCK_N])
-    peak = tl.maximum(tl.max(tl.where(among, scores, float("-inf")), 1), LOWEST)
+    acc = tl.zeros([BLOCK_M, DIM], tl.float32)
     # Sums stay apart by token lane until the end: no shuffles in the loop.
-    lanes = tl.where(keep, tl.exp2(scores - peak[:, None]), 0.0)
-    acc = product(lanes.to(ACTIVATION).to(COMPUTE), v, COMPUTE)
+    lanes = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    peak = tl.full([BLOCK_M], LOWEST, tl.float32)
+    offs_w = tl.arange(0, RATIO)
+    token_at = begin * BLOCK_N + offs_c[:, None] * RATIO + offs_w[None, :]
+    live = tl.load(masks_ptr + token_at, mask=token_at < steps * BLOCK_N, other=0) != 0
+    if begin < end:
+        # The first step is loaded under its masks: an open group may hold tokens never written.
+        cells = tl.load(cells_ptr + begin * CELLS + offs_c)
+        member = tl.load(masks_ptr + begin * BLOCK_N + offs_n).to(tl.int32)
+        k = _load_cells(
+            k_ptr, cells, stride_k_p, stride_k_s, live,
+            BLOCKS_PER_PAGE, RATIO, BLOCK_N, DIM, COMPUTE, FP8_BYTES, True,
+        )  # fmt: skip
+        v = _load_cells(
+            v_ptr, cells, stride_v_p, stride_v_s, live,
+            BLOCKS_PER_PAGE, RATIO, BLOCK_N, DIM, COMPUTE, FP8_BYTES, True,
+        )  # fmt: skip
+        scores = product(q, tl.trans(k), COMPUTE) * log2_scale
+        keep = (member[None, :] & bits[:, None]) != 0
+        if FIXED:
+            # A row without a token here still takes a real score for its reference.
+            among = tl.where((member != 0)[None, :], scores, float("-inf"))
+        else:
+            among = tl.where(keep, scores, float("-inf"))
+        peak = tl.maximum(tl.max(among, 1), LOWEST)
+        lanes = tl.where(keep, tl.exp2(scores - peak[:, None]), 0.0)
+        acc = product(lanes.to(ACTIVATION).to(COMPUTE), v, COMPUTE)
     for step in range(begin + 1, end):
         cells = tl.load(cells_ptr + step * CELLS + offs_c)
         member = tl.load(masks_ptr + step * BLOCK_N + offs_n).to(tl.int32)
