@@ -61,10 +61,14 @@ def _producer(
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     offs_d = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
     offs_n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, layout))
+    cells_at = cells_ptr + offs_n // RATIO
+    upcoming = gl.load(cells_at)
     for step in range(steps):
         stage = step % STAGES
         phase = (step // STAGES) & 1
-        cells = gl.load(cells_ptr + step * (BLOCK_N // RATIO) + offs_n // RATIO)
+        cells = upcoming
+        # The next step's cells arrive while this one's keys and values do.
+        upcoming = gl.load(cells_at + gl.minimum(step + 1, steps - 1) * (BLOCK_N // RATIO))
         page = cells // BLOCKS_PER_PAGE
         token = (cells - page * BLOCKS_PER_PAGE) * RATIO + offs_n % RATIO
         page = page.to(gl.int64)
