@@ -27,7 +27,7 @@ from flash_qsa.integrations.vllm.rules import (
     require_plain_attention,
 )
 from flash_qsa.integrations.vllm.step import StepOptions, attend_step
-from flash_qsa.integrations.vllm.unfused import store_keys_values
+from flash_qsa.layers.preparation import store_keys_values
 from flash_qsa.ops.prepare.api import Prepared
 from flash_qsa.plan import BatchPlan
 from flash_qsa.targets import device_target

@@ -72,10 +72,8 @@ class SideMetadata:
 
 def mask_null_block(table: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """A ring table whose null blocks (and missing ones) are -1."""
-    if out is None:
-        out = torch.empty_like(table)
-    torch.where(table > 0, table, -1, out=out)
-    return out
+    out = torch.empty_like(table) if out is None else out
+    return out.copy_(table).masked_fill_(table <= 0, -1)
 
 
 @dataclass(frozen=True)

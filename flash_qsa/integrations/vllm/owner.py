@@ -32,10 +32,10 @@ from flash_qsa.integrations.vllm.backend import QSABackend, QSAImpl
 from flash_qsa.integrations.vllm.caches import register_layer
 from flash_qsa.integrations.vllm.indexer import QSAIndexer
 from flash_qsa.integrations.vllm.metadata import step_plan
-from flash_qsa.integrations.vllm.projection import INDEX_SHARD, PackedProjection
+from flash_qsa.integrations.vllm.projection import PackedProjection
 from flash_qsa.integrations.vllm.settings import Settings
-from flash_qsa.integrations.vllm.shards import share_heads
 from flash_qsa.integrations.vllm.step import StepOptions, prepare_step
+from flash_qsa.layers.sharding import INDEX_SHARD, share_heads
 from flash_qsa.ops.prepare.api import Caches, Norms
 from flash_qsa.ops.rotary import RopeTable
 

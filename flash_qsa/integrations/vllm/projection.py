@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 
-from flash_qsa.integrations.vllm.shards import INDEX_SHARD, SHARD_OF_NAME, shard_rank
+from flash_qsa.layers.sharding import shard_id, shard_rank
 
 
 class PackedProjection(MergedColumnParallelLinear):
@@ -38,7 +38,7 @@ class PackedProjection(MergedColumnParallelLinear):
         )
 
     @contextmanager
-    def _as_rank_of(self, param: nn.Parameter, shard: Any) -> Iterator[None]:
+    def _as_rank_of(self, param: nn.Parameter, shard: int) -> Iterator[None]:
         """Loads under the rank that owns a shard; both rank fields are restored, errors or not."""
         owners = [owner for owner in (self, param) if getattr(owner, "tp_rank", None) is not None]
         saved = [owner.tp_rank for owner in owners]
@@ -54,7 +54,10 @@ class PackedProjection(MergedColumnParallelLinear):
     def _load(
         self, loader: Callable[..., None], param: nn.Parameter, weight: torch.Tensor, shard: Any
     ) -> None:
-        shard = SHARD_OF_NAME.get(shard, shard) if isinstance(shard, str) else shard
+        if shard is None or isinstance(shard, tuple):
+            loader(param, weight, shard)  # several shards at once: the base comes back with each
+            return
+        shard = shard_id(shard)
         with self._as_rank_of(param, shard):
             loader(param, weight, shard)
 
@@ -80,8 +83,5 @@ def _numbered(
         shard = getattr(weight, "shard_id", None)
         if isinstance(shard, str):
             weight = weight.detach()
-            weight.shard_id = SHARD_OF_NAME[shard]
+            weight.shard_id = shard_id(shard)
         yield name, weight
-
-
-__all__ = ["INDEX_SHARD", "PackedProjection"]

@@ -12,7 +12,7 @@ import torch
 from flash_qsa import ops
 from flash_qsa.checks import Scale
 from flash_qsa.integrations.vllm import selection
-from flash_qsa.integrations.vllm.unfused import prepare_unfused
+from flash_qsa.layers.preparation import prepare_unfused
 from flash_qsa.ops.prepare.api import Caches, Norms, Prepared
 from flash_qsa.ops.rotary import RopeTable
 from flash_qsa.plan import BatchPlan
@@ -50,7 +50,14 @@ def prepare_step(
     k_scale: Scale | None = None,
     v_scale: Scale | None = None,
 ) -> Prepared:
-    """Writes the step into the caches; arguments may have more rows than the plan."""
+    """Writes the step into the caches; arguments may have more rows than the plan.
+
+    Raises:
+        ValueError: no qkv, or no slots for the main cache.
+    """
+    if qkv is None or plan.main_slots is None:
+        missing = "qkv" if qkv is None else "slot_mapping"
+        raise ValueError(f"{missing}: preparing a step needs the projections and the main slots")
     rows = plan.num_rows
     run = ops.prepare if options.fused else prepare_unfused
     return run(

@@ -10,11 +10,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 
-def repair() -> None:
+def repair(interpreter) -> None:
     """Patches `InterpreterBuilder` of the Triton that has just been imported."""
     import numpy as np
     import triton.language as tl
-    from triton.runtime import interpreter
 
     builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
 
@@ -90,7 +89,7 @@ def repair() -> None:
         setattr(builder, name, function)
 
 
-def offer_cpu_backend() -> None:
+def offer_cpu_backend(triton) -> None:
     """vLLM's CPU build keeps Triton only where a backend named "cpu" exists; the interpreter needs
     none."""
     from triton.backends import backends

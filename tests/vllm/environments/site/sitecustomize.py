@@ -13,7 +13,7 @@ import sys
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls a function once a module has been imported."""
+    """Calls a function once a module has been imported (not when it is merely looked for)."""
 
     def __init__(self, name: str, then) -> None:
         self.name, self.then = name, then
@@ -21,21 +21,22 @@ class _AfterImport(importlib.abc.MetaPathFinder):
     def find_spec(self, fullname, path, target=None):
         if fullname != self.name:
             return None
-        sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
         if spec is None:
             return None
         run = spec.loader.exec_module
 
         def exec_module(module):
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
             run(module)
-            self.then()
+            self.then(module)
 
         spec.loader.exec_module = exec_module
         return spec
 
 
-def _define_torchvision_ops() -> None:
+def _define_torchvision_ops(module) -> None:
     """torchvision's import asks torch about two operators that its CUDA build would bring."""
     import torch
 
@@ -45,11 +46,17 @@ def _define_torchvision_ops() -> None:
     sys._torchvision_library = library
 
 
-sys.meta_path.insert(0, _AfterImport("torch", _define_torchvision_ops))
+def _after(name: str, then) -> None:
+    sys.meta_path.insert(0, _AfterImport(name, then))
 
+
+_after("torch", _define_torchvision_ops)
 if os.environ.get("TRITON_INTERPRET") == "1":
     import interpreted_triton
+    import stock_on_cpu
 
-    sys.meta_path.insert(0, _AfterImport("triton.runtime.interpreter", interpreted_triton.repair))
+    _after("triton.runtime.interpreter", interpreted_triton.repair)
     if os.environ.get("FLASH_QSA_TIER") == "engine":
-        sys.meta_path.insert(0, _AfterImport("triton", interpreted_triton.offer_cpu_backend))
+        _after("triton", interpreted_triton.offer_cpu_backend)
+    for _name, _then in stock_on_cpu.AFTER_IMPORT.items():
+        _after(_name, _then)
