@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import typer
 
+from flash_qsa.cli.demo import demo
 from flash_qsa.cli.env import env
+from flash_qsa.cli.generate import generate
 from flash_qsa.cli.verify import verify
 
 app = typer.Typer(
@@ -14,7 +16,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
-for command in (verify, env):
+for command in (generate, verify, env, demo):
     app.command()(command)
 
 if __name__ == "__main__":

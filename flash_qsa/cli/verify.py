@@ -44,9 +44,13 @@ def verify(
     """
     from flash_qsa.testing.selfcheck import LENGTHS, LONG_LENGTHS, STAGES, Setting, run_stages
 
-    where = _device(device)
+    where = pick_device(device)
     setting = Setting(
-        where, backend, _dtype(dtype, where), _shape(heads), rows=300 if where.type == "cuda" else 3
+        where,
+        backend,
+        pick_dtype(dtype, where),
+        _shape(heads),
+        rows=300 if where.type == "cuda" else 3,
     )
     sizes = _lengths(lengths) if lengths else LENGTHS + (LONG_LENGTHS if long else ())
     wanted = tuple(stages.split(",")) if stages else tuple(STAGES)
@@ -67,7 +71,7 @@ def verify(
         raise typer.Exit(1)
 
 
-def _device(name: str) -> torch.device:
+def pick_device(name: str) -> torch.device:
     import torch
 
     if name == "auto":
@@ -81,7 +85,7 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _dtype(name: str, device: torch.device) -> torch.dtype:
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     import torch
 
     if name not in DTYPES:
