@@ -1,0 +1,427 @@
+"""Checks, then times, every schedule of sparse_attention on one GPU.
+
+    python benchmarks/kernels/bench_attention.py [--peers DIR] [--only check,decode,verify,prefill]
+
+A schedule that fails its check (float64 on sampled rows, NaN in memory that nobody selected, the
+same bits twice) is listed as failed and its times are marked. With --peers, vLLM's kernel from that
+bundle is timed between ours, on the same selections. Times are medians in microseconds; decode is
+timed by graph replay over more selected bytes than the L2 cache holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import multiprocessing
+import statistics
+import sys
+import time
+from unittest import mock
+
+import torch
+
+from flash_qsa.ops.sparse_attention import kernel
+from flash_qsa.ops.sparse_attention.kernel import Tuning
+from flash_qsa.testing.compare import attention_truth, within_bound
+
+HEADS, KV_HEADS, DIM, RATIO, TOP_K, PAGE = 24, 2, 256, 4, 512, 64
+FLOOR_BYTES_PER_US = 4.27e6
+
+PREFILL = {
+    "default": Tuning(),
+    "plain r5": Tuning(hopper=False, union={"fixed": True}),
+    "plain r5 online": Tuning(hopper=False, union={"fixed": False}),
+    "plain r10 n32": Tuning(
+        hopper=False, union={"rows": 10, "block_m": 128, "num_warps": 8, "fixed": True}
+    ),
+    "plain r10 n64": Tuning(
+        hopper=False,
+        union={
+            "rows": 10, "block_m": 128, "block_n": 64, "num_warps": 8, "num_stages": 2,
+            "fixed": True,
+        },
+    ),
+    "rows": Tuning(share=False),
+    "rows s7": Tuning(share=False, rows={"num_stages": 7}),
+    "rows n64": Tuning(share=False, rows={"block_n": 64, "num_stages": 4}),
+}  # fmt: skip
+DECODE = {
+    "default": Tuning(),
+    "s3": Tuning(rows={"num_stages": 3}),
+    "s7": Tuning(rows={"num_stages": 7}),
+    "n16 s7": Tuning(rows={"num_stages": 7, "block_n": 16}),
+    "n64 s4": Tuning(rows={"num_stages": 4, "block_n": 64}),
+    "n64 s7 w8": Tuning(rows={"num_stages": 7, "block_n": 64, "num_warps": 8}),
+}
+VERIFY = {
+    "default": Tuning(),
+    "online": Tuning(union={"fixed": False}),
+    "rows": Tuning(share=False),
+    "rows s7": Tuning(share=False, rows={"num_stages": 7}),
+}
+
+
+def blocks_of(scores: torch.Tensor, visible: torch.Tensor, top_k: int) -> torch.Tensor:
+    """The best visible blocks of each row, ascending, then -1; int32 [T, K]."""
+    count = scores.shape[1]
+    ids = torch.arange(count, device=scores.device)
+    scores = scores.masked_fill(ids >= visible[:, None], -torch.inf)
+    best = scores.topk(min(top_k, count), dim=1)
+    chosen = torch.where(best.values > -torch.inf, best.indices, count).sort(1).values.int()
+    out = torch.full((scores.shape[0], top_k), -1, dtype=torch.int32, device=scores.device)
+    out[:, : chosen.shape[1]] = torch.where(chosen < count, chosen, -1)
+    return out
+
+
+def correlated_selection(
+    positions: torch.Tensor, correlation: float, top_k: int = TOP_K, seed: int = 0
+) -> torch.Tensor:
+    """Top-k of random index keys under index queries that follow an AR(1) process by row."""
+    device = positions.device
+    generator = torch.Generator(device).manual_seed(seed)
+    rows, blocks = positions.numel(), int(positions.max() + 1) // RATIO
+    query = torch.randn(rows, 4 * 128, generator=generator, device=device)
+    if correlation > 0:
+        lag = torch.arange(rows, device=device)
+        lag = lag[:, None] - lag[None, :]
+        weights = torch.where(lag >= 0, correlation ** lag.clamp(0, 4000).float(), 0.0)
+        weights[:, 1:] *= (1 - correlation**2) ** 0.5
+        query = weights @ query
+    keys = torch.randn(max(blocks, 1), 128, generator=generator, device=device).bfloat16()
+    query = query.bfloat16().view(rows, 4, 128)
+    visible = (positions + 1) // RATIO
+    parts = []
+    for start in range(0, rows, 1024):
+        scores = (query[start : start + 1024] @ keys.t()).float().relu_().sum(1)
+        parts.append(blocks_of(scores, visible[start : start + 1024], top_k))
+    return torch.cat(parts)
+
+
+class Batch:
+    """Equal requests of `context` tokens, each with `rows` new rows, and a cache for them."""
+
+    def __init__(self, batch, rows, context, correlation, *, seed=0, device="cuda", heads=HEADS):
+        self.batch, self.rows, self.context = batch, rows, context
+        pages = -(-context // PAGE)
+        total = batch * rows
+        make = {"device": device, "dtype": torch.bfloat16}
+        self.query = torch.empty(total, heads, DIM, **make)
+        self.gate, self.out = torch.empty_like(self.query), torch.empty_like(self.query)
+        self.cache = torch.empty(batch * pages + 1, KV_HEADS, PAGE, 2 * DIM, **make)
+        positions = context - rows + torch.arange(rows, device=device)
+        self.positions = positions.repeat(batch)
+        self.requests = torch.arange(batch, device=device, dtype=torch.int32)
+        self.requests = self.requests.repeat_interleave(rows)
+        if device == "meta":
+            self.table = torch.empty(batch, pages, dtype=torch.int32, device=device)
+            self.ids = torch.empty(total, TOP_K, dtype=torch.int32, device=device)
+            return
+        torch.manual_seed(seed)
+        for tensor in (self.query, self.gate, self.cache):
+            tensor.normal_()
+        order = torch.randperm(batch * pages, device=device).int()
+        self.table = order.view(batch, pages)
+        if rows == 1 and correlation == 0:
+            scores = torch.rand(batch, context // RATIO, device=device)
+            self.ids = blocks_of(scores, (self.positions + 1) // RATIO, TOP_K)
+        else:
+            self.ids = torch.cat(
+                [correlated_selection(positions, correlation, seed=seed + r) for r in range(batch)]
+            )
+
+    def arguments(self, out=None, lse=None, gate=True):
+        keys, values = self.cache.chunk(2, -1)
+        return (
+            self.query, keys, values, self.ids, self.positions, self.table, self.requests, RATIO,
+            DIM**-0.5, self.gate if gate else None, None, None, None, None, None, False,
+            self.out if out is None else out, lse,
+        )  # fmt: skip
+
+    def union(self, rows: int) -> float:
+        """Mean union of `rows` neighbours over one row's selection."""
+        some = self.ids[: self.ids.shape[0] // rows * rows].view(-1, rows * TOP_K)[::37]
+        sizes = [torch.unique(row[row >= 0]).numel() for row in some]
+        return sum(sizes) / max((some >= 0).sum().item() / rows, 1)
+
+
+def compile_variant(batch: int, rows: int, context: int, heads: int, tuning: Tuning) -> str:
+    """Fills Triton's disk cache for one variant, in a process of its own; an error's text."""
+    from flash_qsa.launches import record
+    from flash_qsa.targets import Target
+
+    problem = Batch(batch, rows, context, 0.0, device="meta", heads=heads)
+    props = torch.cuda.get_device_properties(0)
+    target = Target(
+        f"sm_{props.major}{props.minor}", "cuda", (props.major, props.minor),
+        props.shared_memory_per_block_optin, props.multi_processor_count,
+    )  # fmt: skip
+    try:
+        with record(target) as launches:
+            kernel.launch(*problem.arguments(), tuning=tuning)
+        for launch in launches:
+            launch.specialise(target).compile()
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[-200:]}"
+    return ""
+
+
+def check(problem: Batch, tuning: Tuning, sample: int = 12) -> str:
+    """What is wrong with a schedule's answer, or nothing."""
+    used = torch.zeros(problem.cache.shape[0], PAGE, dtype=torch.bool, device="cuda")
+    rows = problem.ids.shape[0]
+    tokens, cells = [], []
+    for row in range(rows):
+        ids = problem.ids[row]
+        position = int(problem.positions[row])
+        token = (ids[ids >= 0].long()[:, None] * RATIO + torch.arange(RATIO, device="cuda")).view(
+            -1
+        )
+        tail = torch.arange((position + 1) // RATIO * RATIO, position + 1, device="cuda")
+        token = torch.cat((token, tail))
+        page = problem.table[int(problem.requests[row])].long()[token // PAGE]
+        used[page, token % PAGE] = True
+        tokens.append(token)
+        cells.append(torch.stack((page, token % PAGE), -1))
+    clean = problem.cache.clone()
+    problem.cache.masked_fill_(~used[:, None, :, None], float("nan"))
+    outs = []
+    for _ in range(2):
+        out = torch.full_like(problem.query, 12345.0)
+        lse = torch.full(problem.query.shape[:2], 12345.0, device="cuda")
+        kernel.launch(*problem.arguments(out, lse), tuning=tuning)
+        outs.append((out, lse))
+    problem.cache.copy_(clean)
+    (out, lse), (again, lse_again) = outs
+    if not (torch.equal(out, again) and torch.equal(lse, lse_again)):
+        return "two runs differ"
+    pick = torch.linspace(0, rows - 1, min(sample, rows)).long().unique().tolist()
+    keys, values = clean.chunk(2, -1)
+    truth = attention_truth(
+        problem.query[pick], keys, values, [tokens[r] for r in pick], [cells[r] for r in pick],
+        DIM**-0.5, problem.gate[pick],
+    )  # fmt: skip
+    seen = within_bound(out[pick], truth.out, truth.bound)
+    seen_lse = within_bound(lse[pick], truth.lse, truth.lse_bound)
+    if not seen.ok:
+        return (
+            f"error {seen.worst_ratio:.2f} of its bound at {seen.where} (max {seen.max_error:.2e})"
+        )
+    if not seen_lse.ok:
+        return f"lse error {seen_lse.worst_ratio:.2f} of its bound at {seen_lse.where}"
+    if not torch.isfinite(out).all():
+        bad = (~torch.isfinite(out)).any(-1).any(-1).nonzero().flatten().tolist()
+        return f"not finite in rows {bad[:8]} ({len(bad)})"
+    return ""
+
+
+def graph_time(calls, repeats: int = 12) -> float:
+    """Microseconds a call when all calls replay in one graph."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times = []
+    for index in range(repeats + 3):
+        start, end = torch.cuda.Event(True), torch.cuda.Event(True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if index >= 3:
+            times.append(start.elapsed_time(end) * 1e3 / len(calls))
+    return statistics.median(times)
+
+
+def interleaved(calls: dict, repeats: int = 9) -> dict:
+    """Median microseconds of each call, run in turns."""
+    times = {name: [] for name in calls}
+    for index in range(repeats + 2):
+        for name, call in calls.items():
+            start, end = torch.cuda.Event(True), torch.cuda.Event(True)
+            start.record()
+            call()
+            end.record()
+            end.synchronize()
+            if index >= 2:
+                times[name].append(start.elapsed_time(end) * 1e3)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def vllm_call(problem: Batch, peers, cache=None, ids=None):
+    """vLLM's attention on the same selection, already expanded to its packed form."""
+    qsa, indexer = peers
+    ids = problem.ids if ids is None else ids
+    visible = ((problem.positions + 1) // RATIO).int()
+    packed = torch.empty(ids.shape[0], TOP_K * RATIO + RATIO, dtype=torch.int32, device="cuda")
+    indexer.expand_qsa_block_indices(ids, problem.positions, visible, RATIO, TOP_K * RATIO, packed)
+    keys, values = (problem.cache if cache is None else cache).transpose(1, 2).split(DIM, -1)
+    out = torch.empty_like(problem.query)
+    return lambda: qsa.qsa_sparse_paged_attention(
+        problem.query, keys, values, packed, problem.table, problem.requests, problem.rows > 8,
+        out, output_gate=problem.gate,
+    )  # fmt: skip
+
+
+class Skipped:
+    """Stands for a kernel that is not launched."""
+
+    def __getitem__(self, grid):
+        return lambda *args, **kwargs: None
+
+
+def time_prefill(context, correlation, variants, peers, heads=HEADS) -> tuple[str, dict]:
+    problem = Batch(1, 8192, context, correlation, heads=heads)
+    calls = {}
+    for name, tuning in variants.items():
+        calls[name] = lambda t=tuning: kernel.launch(*problem.arguments(), tuning=t)
+    if peers:
+        calls["vllm"] = vllm_call(problem, peers)
+
+    def lists_only(tuning):
+        nothing = Skipped()
+        with (
+            mock.patch.object(kernel, "union_kernel", nothing),
+            mock.patch.object(kernel, "_launch_hopper", lambda *a: None),
+        ):
+            kernel.launch(*problem.arguments(), tuning=tuning)
+
+    calls["lists r5"] = lambda: lists_only(Tuning(hopper=False))
+    calls["lists default"] = lambda: lists_only(Tuning())
+    times = interleaved(calls, 7)
+    label = f"{context // 1024}K .{round(correlation * 100):02d}"
+    label += f" U5 {problem.union(5):.2f} U10 {problem.union(10):.2f}"
+    return label, times
+
+
+def time_decode(batch, rows, context, correlation, variants, peers) -> tuple[str, dict]:
+    first = Batch(batch, rows, context, correlation)
+    bytes_a_call = batch * rows * TOP_K * RATIO * KV_HEADS * 2 * DIM * 2
+    layers = max(2, min(28, -(-int(120e6) // bytes_a_call)))
+    caches = [first.cache]
+    while len(caches) < min(layers, 4) and len(caches) * first.cache.nbytes < 16e9:
+        caches.append(torch.randn_like(first.cache))
+    selections = [first.ids]
+    for seed in range(1, layers):
+        if rows == 1:
+            scores = torch.rand(batch, context // RATIO, device="cuda")
+            selections.append(blocks_of(scores, (first.positions + 1) // RATIO, TOP_K))
+        else:
+            shift = torch.where(
+                first.ids >= 0, (first.ids + 4099 * seed) % (context // RATIO - 8), -1
+            )
+            selections.append(shift.sort(1).values.contiguous())
+    times = {}
+
+    def call(index, tuning):
+        keys, values = caches[index % len(caches)].chunk(2, -1)
+        args = list(first.arguments())
+        args[1:4] = keys, values, selections[index]
+        kernel.launch(*args, tuning=tuning)
+
+    runs = {
+        name: [lambda i=i, t=tuning: call(i, t) for i in range(layers)]
+        for name, tuning in variants.items()
+    }
+    if peers:
+        runs["vllm"] = [
+            vllm_call(first, peers, caches[i % len(caches)], selections[i]) for i in range(layers)
+        ]
+    for name, calls in runs.items():
+        times[name] = graph_time(calls)
+    times["floor"] = bytes_a_call / FLOOR_BYTES_PER_US
+    return f"{batch}x{rows} {context // 1024}K", times
+
+
+def load_peers(folder):
+    if not folder:
+        return None
+    sys.path.insert(0, folder)
+    from vllm.models.qwen4_exp.nvidia.ops import qsa, qsa_indexer
+
+    return qsa, qsa_indexer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--peers", help="folder of the vLLM bundle")
+    parser.add_argument("--only", default="check,decode,verify,prefill")
+    parser.add_argument("--deep", action="store_true", help="prefill at 256K too")
+    options = parser.parse_args()
+    only = options.only.split(",")
+    began = time.time()
+    props = torch.cuda.get_device_properties(0)
+    print(props.name, "torch", torch.__version__, flush=True)
+
+    shapes = {"prefill": (1, 8192, 32768), "decode": (8, 1, 32768), "verify": (8, 4, 32768)}
+    families = {"prefill": PREFILL, "decode": DECODE, "verify": VERIFY}
+    jobs = {}
+    failed = {}
+    with concurrent.futures.ProcessPoolExecutor(
+        12, mp_context=multiprocessing.get_context("spawn")
+    ) as pool:
+        for family, variants in families.items():
+            for name, tuning in variants.items():
+                jobs[family, name] = pool.submit(compile_variant, *shapes[family], HEADS, tuning)
+                if family == "decode":
+                    for batch in (1, 32, 128):
+                        pool.submit(compile_variant, batch, 1, 32768, HEADS, tuning)
+        for key, job in jobs.items():
+            if error := job.result():
+                failed[key] = f"does not compile: {error}"
+    print(f"compiled in {time.time() - began:.0f} s", flush=True)
+    for family, name in failed:
+        families[family].pop(name)
+
+    if "check" in only:
+        problems = {
+            "prefill": [Batch(1, 300, 20003, 0.97), Batch(1, 331, 331, 0.9), Batch(1, 90, 9001, 0)],
+            "decode": [Batch(3, 1, 20002, 0.0), Batch(40, 1, 4099, 0.0)],
+            "verify": [Batch(3, 4, 20002, 0.97), Batch(32, 4, 2051, 0.5)],
+        }
+        for family, variants in families.items():
+            for name, tuning in variants.items():
+                for problem in problems[family]:
+                    if fault := check(problem, tuning):
+                        shape = f"{problem.batch}x{problem.rows}@{problem.context}"
+                        failed[family, name] = f"{shape}: {fault}"
+                        break
+        print(f"checked in {time.time() - began:.0f} s", flush=True)
+
+    peers = load_peers(options.peers)
+    tables: dict[str, list] = {family: [] for family in families}
+    if "decode" in only:
+        for batch in (1, 8, 32, 128):
+            tables["decode"].append(time_decode(batch, 1, 32768, 0.0, DECODE, peers))
+            torch.cuda.empty_cache()
+    if "verify" in only:
+        for batch in (8, 32):
+            tables["verify"].append(time_decode(batch, 4, 32768, 0.97, VERIFY, peers))
+            torch.cuda.empty_cache()
+    print(f"decode timed in {time.time() - began:.0f} s", flush=True)
+    if "prefill" in only:
+        cases = [(8192, 0.99), (32768, 0.99), (32768, 0.97), (32768, 0.0), (131072, 0.97)]
+        cases += [(131072, 0.0)] + ([(262144, 0.97), (262144, 0.0)] if options.deep else [])
+        for context, correlation in cases:
+            tables["prefill"].append(time_prefill(context, correlation, PREFILL, peers))
+            torch.cuda.empty_cache()
+
+    for family, rows in tables.items():
+        for label, times in rows:
+            base = times.get("vllm")
+            print(f"{family} {label}" + (f" vllm {base:.1f}" if base else ""))
+            for name, value in times.items():
+                if name == "vllm":
+                    continue
+                ratio = f" {base / value:5.2f}x" if base else ""
+                mark = " FAILED" if (family, name) in failed else ""
+                print(f"    {name:16s} {value:9.1f}{ratio}{mark}")
+    for (family, name), fault in failed.items():
+        print("FAILED", family, name, fault)
+    print(f"{len(failed)} failed; {time.time() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
