@@ -61,9 +61,9 @@ def prepare_index(
         positions: canonical, in range also in padding rows (`real_positions`).
         commit: write the step's raw keys to the ring; a step that no other follows need not.
     """
-    rows, dim = index_qk.shape[0], compressed.shape[3]
+    dim = compressed.shape[3]
     raw_query, raw_key = index_qk.split((index_qk.shape[1] - dim, dim), -1)
-    query = rms_norm(raw_query.reshape(rows, -1, dim), norms.index_query, norms.eps)
+    query = rms_norm(raw_query.unflatten(-1, (-1, dim)), norms.index_query, norms.eps)
     query = to_storage(rope.apply(query, positions), compressed.dtype)
 
     pooled, first = ops.compress_keys(
@@ -102,11 +102,11 @@ def split_heads(
     qkv: torch.Tensor, kv_heads: int, head_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """query, gate [T, Hq, D], keys and values [T, Hkv, D] of a joint projection."""
-    rows, kv_width = qkv.shape[0], kv_heads * head_dim
+    kv_width = kv_heads * head_dim
     query_and_gate, keys, values = qkv.split((qkv.shape[1] - 2 * kv_width, kv_width, kv_width), -1)
-    query, gate = query_and_gate.reshape(rows, -1, 2 * head_dim).chunk(2, -1)
-    kv_shape = (rows, kv_heads, head_dim)
-    return query, gate, keys.reshape(kv_shape), values.reshape(kv_shape)
+    query, gate = query_and_gate.unflatten(-1, (-1, 2 * head_dim)).chunk(2, -1)
+    by_head = (kv_heads, head_dim)
+    return query, gate, keys.unflatten(-1, by_head), values.unflatten(-1, by_head)
 
 
 def real_positions(positions: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
