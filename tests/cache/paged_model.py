@@ -1,0 +1,370 @@
+"""A few QSA layers over one QSACache, every result compared with the from-scratch oracle.
+
+A token is an id and three rotary positions. Its projections are looked up in a table, so that the
+same token always gives the same rows, as in a model. The oracle's rows are kept per request and
+only extended, which makes thousands of comparisons cheap; they never come from the caches.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+import torch
+
+from flash_qsa.cache import QSACache
+from flash_qsa.config import QSAConfig, RopeConfig
+from flash_qsa.ops import prepare, select_blocks, sparse_attention
+from flash_qsa.ops.compress_keys.ring_rows import unpack_positions
+from flash_qsa.ops.prepare.api import Norms
+from flash_qsa.ops.rotary import RopeTable
+from flash_qsa.testing.compare import U_FP32, assert_selection, assert_within, unit_roundoff
+from flash_qsa.testing.oracle import Oracle, OracleRows
+
+VOCABULARY = 509
+Token = tuple[int, tuple[int, int, int]]
+
+
+@dataclass
+class History:
+    """The oracle's view of one layer of one request."""
+
+    rows: OracleRows
+    block_keys: torch.Tensor
+
+    def cut(self, length: int, ratio: int) -> History:
+        fields = {name: rows[:length] for name, rows in vars(self.rows).items()}
+        return History(OracleRows(**fields), self.block_keys[: length // ratio])
+
+
+@dataclass
+class Text:
+    """The tokens of a request and what the oracle makes of them, a layer each."""
+
+    tokens: list[Token]
+    layers: list[History]
+
+    def cut(self, length: int, ratio: int) -> Text:
+        return Text(self.tokens[:length], [layer.cut(length, ratio) for layer in self.layers])
+
+
+class PagedModel:
+    """Layers, their cache, and a `Text` for every request in it."""
+
+    def __init__(
+        self,
+        *,
+        num_layers: int = 1,
+        num_pages: int = 32,
+        page_size: int = 8,
+        num_ring_slots: int = 8,
+        draft_tokens: int = 0,
+        ratio: int = 4,
+        budget: int = 16,
+        dtype: torch.dtype = torch.float32,
+        mrope: bool = True,
+        reserve_null: bool = True,
+        max_positions: int = 1024,
+        seed: int = 0,
+    ) -> None:
+        section = (1, 1, 1) if mrope else None
+        self.config = config = QSAConfig(
+            hidden_size=32,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=8,
+            index_heads=2,
+            index_head_dim=8,
+            token_budget=budget,
+            compress_ratio=ratio,
+            rope=RopeConfig(rotary_dim=6, max_positions=max_positions, mrope_section=section),
+        )
+        self.cache = QSACache.from_config(
+            config,
+            num_layers=num_layers,
+            num_pages=num_pages,
+            page_size=page_size,
+            num_ring_slots=num_ring_slots,
+            dtype=dtype,
+            draft_tokens=draft_tokens,
+            reserve_null=reserve_null,
+        )
+        self.dtype, self.random = dtype, random.Random(seed)
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator).to(dtype)
+
+        self.rope = RopeTable.from_config(config.rope, dtype)
+        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        index_heads, index_dim = config.index_heads, config.index_head_dim
+        self.qkv, self.index_qk, self.norms, self.oracles = [], [], [], []
+        for _ in range(num_layers):
+            self.qkv.append(draw(VOCABULARY, heads * 2 * dim + 2 * kv_heads * dim))
+            self.index_qk.append(draw(VOCABULARY, (index_heads + 1) * index_dim))
+            norms = [draw(size) * 0.2 for size in (index_dim, index_dim, dim, dim)]
+            self.norms.append(Norms(*norms, config.rms_norm_eps))
+            self.oracles.append(
+                Oracle(
+                    self.rope,
+                    self.norms[-1],
+                    heads,
+                    kv_heads,
+                    dim,
+                    index_heads,
+                    index_dim,
+                    ratio,
+                    config.top_k,
+                )
+            )
+        self.texts: dict[object, Text] = {}
+        self.poison()
+
+    # ---- requests -------------------------------------------------------------------------
+
+    def draw_tokens(self, count: int, start: int = 0) -> list[Token]:
+        """Random tokens; positions are arbitrary where axes differ, the index otherwise."""
+        if self.config.rope.mrope_section is None:
+            return [(self.random.randrange(VOCABULARY), (start + i,) * 3) for i in range(count)]
+        limit = self.config.rope.max_positions
+        return [
+            (
+                self.random.randrange(VOCABULARY),
+                tuple(self.random.randrange(limit) for _ in range(3)),
+            )
+            for _ in range(count)
+        ]
+
+    def admit(self, request: object) -> None:
+        self.cache.allocate(request)
+        self.texts[request] = self.oracle_text([])
+
+    def length(self, request: object) -> int:
+        return len(self.texts[request].tokens)
+
+    def truncate(self, request: object, length: int, **options) -> int:
+        kept = self.cache.truncate(request, length, **options)
+        self.texts[request] = self.texts[request].cut(kept, self.config.compress_ratio)
+        return kept
+
+    def fork(self, parent: object, child: object, length: int | None = None, **options) -> int:
+        kept = self.cache.fork(parent, child, length, **options)
+        self.texts[child] = self.texts[parent].cut(kept, self.config.compress_ratio)
+        return kept
+
+    def free(self, request: object) -> None:
+        self.cache.free(request)
+        del self.texts[request]
+
+    # ---- steps ----------------------------------------------------------------------------
+
+    def forward(
+        self, new: dict[object, list[Token]], *, padding: int = 0, num_decodes: int | None = None
+    ) -> list[torch.Tensor]:
+        """Runs one step on every layer, compares each row with the oracle; outputs per layer."""
+        steps = self.cache.append({request: len(tokens) for request, tokens in new.items()})
+        total = sum(len(tokens) for tokens in new.values())
+        plan = self.cache.plan(steps, num_rows=total + padding, num_decodes=num_decodes)
+        before = {request: self.length(request) for request in new}
+        for request, tokens in new.items():
+            self._extend(self.texts[request], tokens)
+        flat = [token for tokens in new.values() for token in tokens] + [(0, (-7,) * 3)] * padding
+        ids = torch.tensor([token for token, _ in flat], dtype=torch.int64)
+        positions = torch.tensor([at for _, at in flat], dtype=torch.int64).view(-1, 3)
+        outputs = []
+        for layer, caches in enumerate(self.cache.layers):
+            qkv, index_qk = self.qkv[layer][ids], self.index_qk[layer][ids]
+            qkv[total:], index_qk[total:] = torch.nan, torch.nan
+            done = prepare(
+                qkv,
+                index_qk,
+                positions.t().contiguous(),
+                self.rope,
+                self.norms[layer],
+                caches,
+                plan,
+            )
+            block_ids = select_blocks(
+                done.index_query,
+                caches.compressed,
+                plan.page_table,
+                plan.request_ids,
+                plan.visible_blocks,
+                self.config.top_k,
+                plan=plan,
+            )
+            out = sparse_attention(
+                done.query,
+                caches.main,
+                block_ids,
+                plan.positions,
+                plan.page_table,
+                plan.request_ids,
+                compress_ratio=self.config.compress_ratio,
+                gate=done.gate,
+                plan=plan,
+            )
+            self._compare(layer, new, before, block_ids, out)
+            outputs.append(out[:total])
+        return outputs
+
+    def poison(self) -> None:
+        """NaN in every cell of every layer that no live request may read."""
+        spec, ledger = self.cache.spec, self.cache.ledger
+        tokens = torch.zeros(spec.num_pages, spec.page_size, dtype=torch.bool)
+        blocks = torch.zeros(spec.num_pages, spec.blocks_per_page, dtype=torch.bool)
+        raw = torch.zeros(spec.num_ring_slots, spec.ring_capacity, dtype=torch.bool)
+        for state in ledger.requests.values():
+            for column, page in enumerate(state.pages):
+                left = state.length - column * spec.page_size
+                tokens[page, : max(left, 0)] = True
+                blocks[page, : max(left, 0) // spec.compress_ratio] = True
+            held = torch.arange(state.raw_from, state.length) % spec.ring_capacity
+            raw[state.ring_slot, held] = True
+        for layer in self.cache.layers:
+            layer.main.masked_fill_(~tokens[:, None, :, None], torch.nan)
+            layer.compressed.masked_fill_(~blocks[:, :, None, None], torch.nan)
+            layer.ring.masked_fill_(~raw[:, :, None, None], torch.nan)
+
+    def check_state(self, request: object) -> None:
+        """Compares all state of a request with the oracle: K, V, block keys, live ring rows."""
+        saved, text = self.cache.export(request), self.texts[request]
+        assert saved.length == len(text.tokens)
+        dim, ratio = self.config.head_dim, self.config.compress_ratio
+        for layer, history in enumerate(text.layers):
+            main = saved.tensors[f"layers.{layer}.main"]
+            truth = history.rows.key
+            assert_within(main[..., :dim], truth, self._vector_bound(truth, dim))
+            assert torch.equal(main[..., dim:].double(), history.rows.value)
+
+            compressed, truth = saved.tensors[f"layers.{layer}.compressed"], history.block_keys
+            assert compressed.shape[0] == saved.length // ratio
+            grown = self._pooling_growth(history.rows.raw_key)
+            assert_within(
+                compressed, truth, self._vector_bound(truth, self.config.index_head_dim, grown)
+            )
+
+            ring = saved.tensors[f"layers.{layer}.ring"]
+            index_dim = self.config.index_head_dim
+            raw = history.rows.raw_key[saved.raw_from :]
+            assert torch.equal(ring[:, :index_dim].double(), raw)
+            if self.cache.spec.stores_positions:
+                held = [list(at) for _, at in text.tokens[saved.raw_from :]]
+                assert unpack_positions(ring, index_dim).tolist() == held
+
+    # ---- the oracle's side ----------------------------------------------------------------
+
+    def oracle_text(self, tokens: list[Token]) -> Text:
+        """A text of its own, recomputed from nothing."""
+        layers = []
+        for layer, oracle in enumerate(self.oracles):
+            empty = torch.zeros(0, dtype=torch.int64)
+            rows = oracle.rows(
+                self.qkv[layer][empty], self.index_qk[layer][empty], torch.zeros(0, 3).long()
+            )
+            layers.append(History(rows, oracle.block_keys(rows.raw_key, empty)))
+        text = Text([], layers)
+        self._extend(text, tokens)
+        return text
+
+    def _extend(self, text: Text, tokens: list[Token]) -> None:
+        if not tokens:
+            return
+        ratio = self.config.compress_ratio
+        open_from = len(text.tokens) // ratio * ratio
+        text.tokens = text.tokens + tokens
+        ids = torch.tensor([token for token, _ in tokens])
+        positions = torch.tensor([at for _, at in text.tokens])
+        for layer, oracle in enumerate(self.oracles):
+            history = text.layers[layer]
+            fresh = oracle.rows(
+                self.qkv[layer][ids], self.index_qk[layer][ids], positions[-len(tokens) :]
+            )
+            joined = {
+                name: torch.cat((rows, getattr(fresh, name)))
+                for name, rows in vars(history.rows).items()
+            }
+            rows = OracleRows(**joined)
+            closed = oracle.block_keys(rows.raw_key[open_from:], positions[open_from:])
+            text.layers[layer] = replace(
+                history, rows=rows, block_keys=torch.cat((history.block_keys, closed))
+            )
+
+    def _compare(
+        self,
+        layer: int,
+        new: dict[object, list[Token]],
+        before: dict[object, int],
+        block_ids: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        oracle, chosen = self.oracles[layer], block_ids.tolist()
+        scores, slacks, visible, truths, bounds = [], [], [], [], []
+        for request, tokens in new.items():
+            history = self.texts[request].layers[layer]
+            rows, keys = history.rows, history.block_keys
+            growth = self._pooling_growth(rows.raw_key)
+            for token in range(before[request], before[request] + len(tokens)):
+                seen = (token + 1) // oracle.ratio
+                scores.append(oracle.scores(rows.index_query[token], keys[:seen]))
+                slacks.append(self._score_rounding(rows.index_query[token], keys[:seen], growth))
+                visible.append(seen)
+                picked = [block for block in chosen[len(truths)] if block >= 0]
+                attended = oracle.attended(picked, token)
+                truths.append(
+                    oracle.attend(
+                        rows.query[token], rows.gate[token], rows.key, rows.value, attended
+                    )
+                )
+                bounds.append(self._attention_bound(rows, token, attended))
+        if not truths:
+            return
+        assert_selection(
+            block_ids[: len(truths)],
+            torch.nn.utils.rnn.pad_sequence(scores, batch_first=True),
+            torch.stack(slacks),
+            torch.tensor(visible),
+        )
+        truth = torch.stack(truths)
+        assert_within(
+            out[: len(truths)], truth, torch.stack(bounds)[:, None, None].expand_as(truth)
+        )
+
+    # ---- bounds ---------------------------------------------------------------------------
+
+    def _relative(self, dim: int) -> float:
+        """Normwise error of a normed and rotated vector: two roundings to the dtype of at most
+        √2 each after a rotation, a sum of `dim` squares and a dozen FP32 operations."""
+        return 4 * unit_roundoff(self.dtype) + (dim + 16) * U_FP32
+
+    def _vector_bound(
+        self, truth: torch.Tensor, dim: int, growth: torch.Tensor | float = 0.0
+    ) -> torch.Tensor:
+        relative = self._relative(dim) + growth
+        if isinstance(relative, torch.Tensor):
+            relative = relative[:, None]
+        return (truth.norm(dim=-1, keepdim=True) * relative).expand_as(truth)
+
+    def _pooling_growth(self, raw: torch.Tensor) -> torch.Tensor:
+        """Relative error [n // C] of the pooled key: cancellation grows what the sum rounds."""
+        ratio = self.config.compress_ratio
+        groups = raw[: raw.shape[0] // ratio * ratio].view(-1, ratio, raw.shape[1])
+        mean = groups.mean(1).norm(dim=-1)
+        unit = (ratio + 2) * U_FP32
+        return unit * groups.abs().mean(1).norm(dim=-1) / mean + unit_roundoff(self.dtype)
+
+    def _score_rounding(
+        self, query: torch.Tensor, keys: torch.Tensor, growth: torch.Tensor
+    ) -> torch.Tensor:
+        """How far two scores may move against each other."""
+        if keys.shape[0] == 0:
+            return torch.zeros((), dtype=torch.float64)
+        relative = 2 * self._relative(query.shape[1]) + growth[: keys.shape[0]]
+        return 2 * (query.norm(dim=-1).sum() * keys.norm(dim=-1) * relative).max()
+
+    def _attention_bound(self, rows: OracleRows, token: int, attended: list[int]) -> torch.Tensor:
+        dim, u = self.config.head_dim, unit_roundoff(self.dtype)
+        reach = rows.query[token].norm(dim=-1).max() * rows.key[attended].norm(dim=-1).max()
+        delta = dim**-0.5 * reach * (2 * self._relative(dim) + (dim + 2) * U_FP32)
+        relative = torch.expm1(2 * delta) + 4 * u + 2 * (len(attended) + 12) * U_FP32
+        return rows.value[attended].abs().max() * relative
