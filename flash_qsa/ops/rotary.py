@@ -86,17 +86,21 @@ class RopeTable:
                 f"rows, this one has {self.max_positions}"
             )
 
-    def axis_of_channel(self) -> torch.Tensor:
-        """int64 [rotary_dim / 2]: which of T, H, W gives each frequency its position."""
-        half = self.rotary_dim // 2
-        axis = torch.zeros(half, dtype=torch.int64)
+    def axis_of_channel(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """int64 [rotary_dim / 2]: which of T, H, W gives each frequency its position.
+
+        Computed where it is used: a captured graph may not copy from the host.
+        """
+        channel = torch.arange(self.rotary_dim // 2, device=device)
         if self.mrope_section is None:
-            return axis
+            return torch.zeros_like(channel)
+        temporal, height, width = self.mrope_section
         if self.mrope_interleaved:
-            for which in (1, 2):
-                axis[which : 3 * self.mrope_section[which] : 3] = which
-            return axis
-        return torch.repeat_interleave(torch.arange(3), torch.tensor(self.mrope_section))
+            turn = channel % 3
+            is_height = (turn == 1) & (channel < 3 * height)
+            is_width = (turn == 2) & (channel < 3 * width)
+            return is_height.long() + 2 * is_width.long()
+        return (channel >= temporal).long() + (channel >= temporal + height).long()
 
     def rows(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines [T, rotary_dim / 2] at `positions` (any shape that
@@ -114,7 +118,7 @@ class RopeTable:
                     f"positions: {high if high >= self.max_positions else low} is outside the "
                     f"rotary table of {self.max_positions} rows"
                 )
-        per_channel = axes[:, self.axis_of_channel().to(axes.device)]
+        per_channel = axes[:, self.axis_of_channel(axes.device)]
         cos, sin = self.cos_sin.chunk(2, dim=-1)
         return cos.gather(0, per_channel), sin.gather(0, per_channel)
 
