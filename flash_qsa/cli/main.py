@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from flash_qsa.cli.bench import bench
 from flash_qsa.cli.demo import demo
 from flash_qsa.cli.env import env
 from flash_qsa.cli.generate import generate
@@ -16,7 +17,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
-for command in (generate, verify, env, demo):
+for command in (generate, verify, bench, env, demo):
     app.command()(command)
 
 if __name__ == "__main__":

@@ -57,5 +57,11 @@ PREFILL = tuple(
     for overlap in (0.99, 0.97, 0.0)
 )
 LONG_PREFILL = (_prefill(16384, 1 << 20, 0.97),)
+CPU = (
+    _decode(1, 8192),
+    _decode(1, 32768),
+    Workload("prefill-256-at-4k-corr0.97", 1, 256, 4096, 0.97),
+)
+"""What two CPU cores do in a minute."""
 
-WORKLOADS = {w.name: w for w in (*DECODE, *DRAFT_VERIFY, *PREFILL, *LONG_PREFILL)}
+WORKLOADS = {w.name: w for w in (*DECODE, *DRAFT_VERIFY, *PREFILL, *LONG_PREFILL, *CPU)}

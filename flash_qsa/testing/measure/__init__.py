@@ -1,0 +1,1 @@
+"""Measuring ops on named workloads: problems made on the device, gates, floors and timing."""

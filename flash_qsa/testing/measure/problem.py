@@ -1,0 +1,65 @@
+"""A workload's tensors, drawn on the device itself: caches of gigabytes take milliseconds."""
+
+from __future__ import annotations
+
+import torch
+
+from flash_qsa.testing.inputs import Problem, make_plan
+from flash_qsa.testing.workloads import Workload
+
+
+def workload_problem(
+    workload: Workload, dtype: torch.dtype, device: torch.device, seed: int = 0
+) -> Problem:
+    """One step of `workload`: random caches over permuted pages, index queries that drift.
+
+    Neighbouring rows of a request have index queries correlated by workload.overlap, an AR(1)
+    sequence, so that they choose alike as much as rows of real text do.
+    """
+    shape = workload.shape
+    generator = torch.Generator(device).manual_seed(seed)
+    columns = -(-workload.context // shape.page_size)
+    pages = workload.batch * columns
+    order = torch.randperm(pages, generator=torch.Generator().manual_seed(seed))
+    plan = make_plan(
+        [workload.rows] * workload.batch,
+        [workload.context] * workload.batch,
+        order.view(workload.batch, columns).int(),
+        shape,
+        device=device,
+    )
+
+    def draw(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=generator, device=device, dtype=dtype)
+
+    rows = workload.total_rows
+    return Problem(
+        shape,
+        plan,
+        draw(rows, shape.heads, shape.head_dim),
+        draw(rows, shape.heads, shape.head_dim),
+        _drifting(
+            draw(workload.batch, workload.rows, shape.index_heads, shape.index_dim),
+            workload.overlap,
+        ).flatten(0, 1),
+        draw(pages, shape.kv_heads, shape.page_size, 2 * shape.head_dim),
+        draw(pages, shape.page_size // shape.ratio, 1, shape.index_dim),
+    )
+
+
+def _drifting(noise: torch.Tensor, correlation: float) -> torch.Tensor:
+    """AR(1) along axis 1 with unit variance; correlation 0 leaves the noise as it is."""
+    if correlation == 0:
+        return noise
+    fresh = (1 - correlation**2) ** 0.5
+    out = noise.float()
+    for row in range(1, out.shape[1]):
+        out[:, row] = correlation * out[:, row - 1] + fresh * out[:, row]
+    return out.to(noise.dtype)
+
+
+def problem_bytes(workload: Workload, dtype: torch.dtype) -> int:
+    """Bytes of the workload's caches, the bulk of what a problem takes."""
+    shape = workload.shape
+    per_token = shape.kv_heads * 2 * shape.head_dim + shape.index_dim // shape.ratio
+    return workload.batch * workload.context * per_token * dtype.itemsize
