@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy
 import torch
 
 from flash_qsa.ops.fp8 import from_storage
@@ -44,7 +45,7 @@ def within_bound(result: torch.Tensor, truth: torch.Tensor, bound: torch.Tensor)
     if ratio.numel() == 0:
         return Comparison(0.0, 0.0, 0.0, ())
     flat = int(ratio.argmax())
-    where = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), ratio.shape))
+    where = tuple(int(i) for i in numpy.unravel_index(flat, tuple(ratio.shape)))
     rms = float(error.square().mean().sqrt())
     return Comparison(float(ratio.flatten()[flat]), float(error.max()), rms, where)
 
