@@ -120,18 +120,14 @@ class Oracle:
 
     def block_keys(self, raw_keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Compressed keys [n // C, Di] of raw keys [n, Di]; a trailing open group has none."""
-        keys = []
-        for block in range(raw_keys.shape[0] // self.ratio):
-            first = block * self.ratio
-            pooled = torch.zeros(self.index_dim, dtype=torch.float64)
-            for member in range(first, first + self.ratio):
-                pooled += raw_keys[member]
-            pooled = self._rounded(pooled / self.ratio)
-            at = positions[first : first + 1]
-            keys.append(self._norm_rotate(pooled[None, None], self.norms.index_key, at)[0, 0])
-        if not keys:
-            return torch.zeros(0, self.index_dim, dtype=torch.float64)
-        return torch.stack(keys)
+        blocks = raw_keys.shape[0] // self.ratio
+        pooled = torch.zeros(blocks, 1, self.index_dim, dtype=torch.float64)
+        for block in range(blocks):
+            for member in range(block * self.ratio, (block + 1) * self.ratio):
+                pooled[block, 0] += raw_keys[member]
+        first = positions[: blocks * self.ratio : self.ratio]
+        mean = self._rounded(pooled / self.ratio)
+        return self._norm_rotate(mean, self.norms.index_key, first)[:, 0]
 
     def scores(self, index_query: torch.Tensor, block_keys: torch.Tensor) -> torch.Tensor:
         """Σ over heads of relu(q · k): [N] for one row's [Hi, Di] and keys [N, Di]."""

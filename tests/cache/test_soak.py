@@ -16,7 +16,7 @@ from paged_model import PagedModel
 
 from flash_qsa.cache import CacheExhaustedError, RecomputeError
 
-LONGEST = 96
+LONGEST = 80
 DRAFTS = 3
 
 
@@ -65,7 +65,7 @@ class Scheduler:
         counts = {r: query_len for r in requests[:split] if self.model.length(r)}
         decodes = list(counts)
         for request in requests[split : split + 2]:
-            counts[request] = self.random.choice((1, 2, 3, 5, 8, 13, 21))
+            counts[request] = self.random.choice((1, 1, 2, 3, 5, 7, 9, 17))
         counts = {r: n for r, n in counts.items() if self.model.length(r) + n <= LONGEST}
         decodes = [r for r in decodes if r in counts]
         if not counts:
