@@ -73,11 +73,12 @@ def attended_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Union of the rows' tokens, ascending int64 [M], and who attends what, bool [rows, M]."""
     rows, end = block_ids.shape[0], int(positions.max()) + 1
+    block_ids = block_ids.long()  # an id of 2^30 must not wrap around to a small token
     blocks = -(-end // ratio)
     chosen = torch.zeros(rows, blocks + 1, dtype=torch.bool, device=block_ids.device)
     allowed = (block_ids >= 0) & ((block_ids + 1) * ratio <= tail_start[:, None])
     allowed &= (block_ids + 1) * ratio <= positions[:, None] + 1
-    chosen.scatter_(1, block_ids.long().where(allowed, blocks), True)
+    chosen.scatter_(1, block_ids.where(allowed, blocks), True)
     attends = chosen[:, :blocks].repeat_interleave(ratio, 1)[:, :end]
     token = torch.arange(end, device=block_ids.device)
     attends |= (token >= tail_start[:, None]) & (token <= positions[:, None])
