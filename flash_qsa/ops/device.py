@@ -106,9 +106,9 @@ def to_cache(x, IS_FP8: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def step_positions(positions, row, real):
-    """Rotary positions (T, H, W) [U] of rows of this step; rows that are not `real` stand at 0,
-    because theirs may be anything. Every row must exist."""
+def step_position(positions, row, real):
+    """Rotary position (T, H, W) of a row of this step; a row that is not `real` stands at 0,
+    because its own may be anything."""
     at = positions.ptr + row * positions.stride_row
     pos_t = tl.where(real, tl.load(at), 0)
     pos_h = tl.where(real, tl.load(at + positions.stride_axis), 0)
@@ -138,18 +138,18 @@ def rotary_channels(BLOCK: tl.constexpr, ROPE: tl.constexpr):
 
 
 @triton.jit
-def rotary_values(table, pos_t, pos_h, pos_w, frequency, rotates, ROPE: tl.constexpr):
-    """FP32 cosines and sines [U, BLOCK] at positions [U], and whether the table has them [U].
+def rotary_values(table, position, known, HEADS: tl.constexpr, BLOCK: tl.constexpr, ROPE):
+    """FP32 cosines and signed sines [HEADS, BLOCK] at one position; the table must have it to be
+    `known`. Channels that do not rotate read nothing.
 
-    Channels that do not rotate, and positions outside the table, read nothing.
+    Every head loads its own copy from L1, so that no value has to change lanes.
     """
     HALF: tl.constexpr = ROPE.half
-    low = tl.minimum(pos_t, tl.minimum(pos_h, pos_w))
-    high = tl.maximum(pos_t, tl.maximum(pos_h, pos_w))
-    known = (low >= 0) & (high < table.rows)
-    mask = known[:, None] & rotates[None, :]
-    first = table.ptr + frequency[None, :]
-    at = first + (pos_t * table.stride)[:, None]
+    pos_t, pos_h, pos_w = position
+    _, frequency, sign, _ = rotary_channels(BLOCK, ROPE)
+    each = tl.zeros((HEADS, 1), dtype=tl.int32)
+    mask = (tl.arange(0, BLOCK)[None, :] + each) < tl.where(known, 2 * HALF, 0)
+    at = table.ptr + pos_t * table.stride + (frequency[None, :] + each)
     cos = tl.load(at, mask=mask, other=0.0)
     sin = tl.load(at + HALF, mask=mask, other=0.0)
     if ROPE.axes != "one":
@@ -160,93 +160,95 @@ def rotary_values(table, pos_t, pos_h, pos_w, frequency, rotates, ROPE: tl.const
             on_w = frequency >= ROPE.section_t + ROPE.section_h
             on_h = (frequency >= ROPE.section_t) & (frequency < ROPE.section_t + ROPE.section_h)
         # whole rows of every axis, then a choice in registers: loads masked by axis are narrow
-        at_h = first + (pos_h * table.stride)[:, None]
-        at_w = first + (pos_w * table.stride)[:, None]
+        at_h = table.ptr + pos_h * table.stride + (frequency[None, :] + each)
+        at_w = table.ptr + pos_w * table.stride + (frequency[None, :] + each)
         cos_h = tl.load(at_h, mask=mask, other=0.0)
         sin_h = tl.load(at_h + HALF, mask=mask, other=0.0)
         cos_w = tl.load(at_w, mask=mask, other=0.0)
         sin_w = tl.load(at_w + HALF, mask=mask, other=0.0)
         cos = tl.where(on_h[None, :], cos_h, tl.where(on_w[None, :], cos_w, cos))
         sin = tl.where(on_h[None, :], sin_h, tl.where(on_w[None, :], sin_w, sin))
-    return cos.to(tl.float32), sin.to(tl.float32), known
+    return cos.to(tl.float32), sin.to(tl.float32) * sign[None, :]
 
 
 @triton.jit
-def norm_and_rotate(
-    x, partner_x, weight_ptr, eps, table, pos_t, pos_h, pos_w, DIM, ROPE: tl.constexpr, dtype
-):
-    """RMSNorm (gain 1 + w), then rotation, of FP32 heads x [U, BLOCK]; FP32 holding `dtype`.
+def norm_and_rotate(x, partner_x, weight_ptr, eps, table, position, DIM, ROPE: tl.constexpr, dtype):
+    """RMSNorm (gain 1 + w), then rotation to `position`, of FP32 heads x [HEADS, BLOCK]; FP32
+    numbers of `dtype`.
 
     partner_x: each rotating channel's partner in x, 0 elsewhere. The norm is rounded to `dtype`
-    before the rotation. A head at a position outside the table comes out NaN, not wrong.
+    before the rotation. Heads at a position outside the table come out NaN, not wrong.
     """
-    d = tl.arange(0, x.shape[1])
-    partner, frequency, sign, rotates = rotary_channels(x.shape[1], ROPE)
-    weight = 1.0 + tl.load(weight_ptr + d, mask=d < DIM, other=0.0).to(tl.float32)
-    partner_weight = 1.0 + tl.load(weight_ptr + partner, mask=rotates, other=0.0).to(tl.float32)
-    cos, sin, known = rotary_values(table, pos_t, pos_h, pos_w, frequency, rotates, ROPE)
+    HEADS: tl.constexpr = x.shape[0]
+    BLOCK: tl.constexpr = x.shape[1]
+    pos_t, pos_h, pos_w = position
+    known = tl.minimum(pos_t, tl.minimum(pos_h, pos_w)) >= 0
+    known = known & (tl.maximum(pos_t, tl.maximum(pos_h, pos_w)) < table.rows)
+    cos, sin = rotary_values(table, position, known, HEADS, BLOCK, ROPE)
+    partner, _, _, rotates = rotary_channels(BLOCK, ROPE)
+    each = tl.zeros((HEADS, 1), dtype=tl.int32)
+    d = tl.arange(0, BLOCK)[None, :] + each
+    weight = tl.load(weight_ptr + d, mask=d < DIM, other=0.0).to(tl.float32)
+    at = weight_ptr + (partner[None, :] + each)
+    partner_weight = tl.load(at, mask=d < 2 * ROPE.half, other=0.0).to(tl.float32)
     factor = tl.rsqrt(tl.sum(x * x, axis=1) / DIM + eps)
     factor = tl.where(known, factor, float("nan"))[:, None]
-    y = (x * factor * weight[None, :]).to(dtype).to(tl.float32)
-    partner_y = (partner_x * factor * partner_weight[None, :]).to(dtype).to(tl.float32)
-    turned = y * cos + partner_y * (sin * sign[None, :])
+    y = (x * factor * (1.0 + weight)).to(dtype).to(tl.float32)
+    partner_y = (partner_x * factor * (1.0 + partner_weight)).to(dtype).to(tl.float32)
+    turned = y * cos + partner_y * sin
     return tl.where(rotates[None, :], turned, y).to(dtype).to(tl.float32)
 
 
 @triton.jit
-def _group_member(keys, ring, back, group, live, channel, kept, GROUPS: tl.constexpr):
-    """FP32 raw keys [G, BLOCK] of the tokens `back` before each group's last."""
+def _group_member(keys, ring, back, group, channel, kept, GROUPS: tl.constexpr, HAS_RING):
+    """FP32 raw key [1, BLOCK] of the token `back` before a group's last."""
     last_row, last_position, first_here, slot = group
-    position = last_position - back
-    from_step = tl.load(
-        keys.ptr + ((last_row - back) * keys.stride)[:, None] + channel[None, :],
-        mask=(live & (position >= first_here))[:, None] & kept[None, :],
-        other=0.0,
-    )
-    at = slot * ring.stride_slot + position % GROUPS.capacity * ring.stride_row
-    bits = tl.load(
-        ring.ptr + at[:, None] + channel[None, :],
-        mask=(live & (position < first_here))[:, None] & kept[None, :],
-        other=0,
-    )
-    from_ring = bits.to(from_step.dtype, bitcast=True)
-    return tl.where((position >= first_here)[:, None], from_step, from_ring).to(tl.float32)
+    in_step = last_position - back >= first_here
+    at = keys.ptr + (last_row - back) * keys.stride + channel
+    key = tl.load(at, mask=kept < tl.where(in_step, 1, 0), other=0.0)
+    if HAS_RING:
+        row = (last_position - back) % GROUPS.capacity
+        at = ring.ptr + slot * ring.stride_slot + row * ring.stride_row + channel
+        bits = tl.load(at, mask=kept < tl.where(in_step, 0, 1), other=0)
+        key = tl.where(in_step, key, bits.to(key.dtype, bitcast=True))
+    return key.to(tl.float32)
 
 
 @triton.jit
-def pool_groups(keys, ring, group, live, channel, kept, GROUPS: tl.constexpr):
-    """Mean [G, BLOCK] of each group's raw keys: FP32, summed from the oldest token to the newest,
+def pool_group(keys, ring, group, channel, unread, GROUPS: tl.constexpr, HAS_RING: tl.constexpr):
+    """Mean [1, BLOCK] of a group's raw keys: FP32, summed from the oldest token to the newest,
     rounded to the keys' dtype.
 
-    group: int64 (last_row, last_position, first_here, slot), [G] each: the group ends at
-    `last_position`, which is the step's `last_row`; members at or after `first_here` are rows of
-    this step, older ones are in the ring `slot`. channel [BLOCK] says which channels to take, kept
-    [BLOCK] which of them to read. Groups that are not `live` [G] read nothing and give zeros.
+    group: int64 (last_row, last_position, first_here, slot): it ends at `last_position`, which is
+    the step's `last_row`; members at or after `first_here` are rows of this step, older ones are in
+    the ring `slot`, which only matters with HAS_RING. channel [1, BLOCK] says which channels to
+    take; `unread` [1, BLOCK] is 0 where they are read and 1 where not, which gives zeros.
     """
-    total = tl.zeros((live.shape[0], channel.shape[0]), dtype=tl.float32)
-    if GROUPS.ratio <= 8:
-        for i in tl.static_range(GROUPS.ratio):
-            back = GROUPS.ratio - 1 - i
-            total += _group_member(keys, ring, back, group, live, channel, kept, GROUPS)
+    RATIO: tl.constexpr = GROUPS.ratio
+    total = tl.zeros(channel.shape, dtype=tl.float32)
+    if RATIO <= 8:
+        for i in tl.static_range(RATIO):
+            back = RATIO - 1 - i
+            total += _group_member(keys, ring, back, group, channel, unread, GROUPS, HAS_RING)
     else:
-        for i in range(GROUPS.ratio):
-            back = GROUPS.ratio - 1 - i
-            total += _group_member(keys, ring, back, group, live, channel, kept, GROUPS)
-    mean = tl.math.div_rn(total, tl.full(total.shape, GROUPS.ratio, tl.float32))
+        for i in range(RATIO):
+            back = RATIO - 1 - i
+            total += _group_member(keys, ring, back, group, channel, unread, GROUPS, HAS_RING)
+    mean = tl.math.div_rn(total, tl.full(total.shape, RATIO, tl.float32))
     return mean.to(keys.ptr.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
-def ring_position(ring, slot, position, live, AXIS: tl.constexpr, GROUPS: tl.constexpr):
-    """int64 rotary position [G], on one axis, of the tokens at `position` [G] of ring `slot` [G].
+def ring_position(ring, slot, position, AXIS: tl.constexpr, GROUPS: tl.constexpr):
+    """int64 rotary position, on one axis, of the token at `position` of ring `slot`.
 
     Put together from integers of the keys' size: no wider alignment is certain.
     """
     BITS: tl.constexpr = ring.ptr.dtype.element_ty.primitive_bitwidth
+    PIECES: tl.constexpr = 64 // BITS
     row = slot * ring.stride_slot + position % GROUPS.capacity * ring.stride_row
-    value = tl.zeros(row.shape, dtype=tl.int64)
-    for piece in tl.static_range(64 // BITS):
-        at = ring.ptr + row + (GROUPS.position_at + AXIS * (64 // BITS) + piece)
-        part = tl.load(at, mask=live, other=0).to(tl.int64) & ((1 << BITS) - 1)
-        value |= part << (piece * BITS)
+    value = tl.zeros((), dtype=tl.int64)
+    for piece in tl.static_range(PIECES):
+        part = tl.load(ring.ptr + row + (GROUPS.position_at + AXIS * PIECES + piece))
+        value |= (part.to(tl.int64) & ((1 << BITS) - 1)) << (piece * BITS)
     return value

@@ -1,13 +1,14 @@
-"""prepare in Triton: one launch, whose programs take five kinds of work. Mirrors `reference.py`.
+"""prepare in Triton: one launch over rows and requests. Mirrors `reference.py`.
 
-Per request: pool the group that was open before the step, if the step closes it, then commit the
-step's raw keys to the ring. That group is the only one that needs ring rows, so whoever overwrites
-them has read them. Per tile of rows: pool the groups that lie wholly inside the step. Per tile of
-heads: norm and rotate index queries; norm, rotate and store keys, and store values; norm and
-rotate queries, and copy their gates.
+The programs of a row norm and rotate its query heads and copy their gates, some heads each; one
+more takes its key, value and index query heads, and the group that it closes if all members are in
+this step. A program a request pools the group that was open before the step, if the step closes
+it, and then commits the step's raw keys to the ring. That group is the only one that needs ring
+rows, so whoever overwrites them has read them.
 
 Reads and writes about 2 · (qkv + index_qk) bytes and nothing else of size: rotation partners,
-cosines and weights come from L1.
+cosines and weights come from L1. Everything about a row is a scalar, and every tile is loaded in
+the lanes that use it, so nothing passes through shared memory but the sums of squares of a group.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from flash_qsa.ops.device import (
     Rope,
     Table,
     norm_and_rotate,
-    pool_groups,
+    pool_group,
     ring_position,
     rotary_channels,
-    step_positions,
+    step_position,
     to_cache,
 )
 from flash_qsa.ops.fp8 import as_bytes, is_fp8
@@ -38,7 +39,6 @@ from flash_qsa.ops.prepare.api import Caches, Norms, Prepared
 from flash_qsa.ops.prepare.tiles import Tiles, choose_tiles
 from flash_qsa.ops.rotary import RopeTable
 from flash_qsa.plan import BatchPlan
-from flash_qsa.targets import device_target
 
 
 class Plan(NamedTuple):
@@ -122,78 +122,161 @@ class Sizes(NamedTuple):
 
 
 @triton.jit
-def _rotated_heads(io, source, offset, row, live, weight_ptr, DIM, BLOCK, ROPE: tl.constexpr):
-    """Normed and rotated heads [U, BLOCK] of rows `row` [U], at elements `offset` [U] of source."""
+def _rotated(io, row, src_ptr, head, HEADS, STRIDE, weight_ptr, DIM, BLOCK, ROPE: tl.constexpr):
+    """Normed and rotated heads [len(head), BLOCK] of one row: `head` of HEADS, STRIDE apart."""
     d = tl.arange(0, BLOCK)
     partner, _, _, rotates = rotary_channels(BLOCK, ROPE)
-    at = source.ptr + offset[:, None]
-    x = tl.load(at + d[None, :], mask=live[:, None] & (d < DIM)[None, :], other=0.0)
-    partner_x = tl.load(at + partner[None, :], mask=live[:, None] & rotates[None, :], other=0.0)
-    existing = tl.where(live, row, 0)
-    real = tl.load(io.plan.request_ids + existing) >= 0
-    pos_t, pos_h, pos_w = step_positions(io.positions, existing, real)
+    at = src_ptr + (head * STRIDE)[:, None]
+    live = (head < HEADS)[:, None]
+    x = tl.load(at + d[None, :], mask=live & (d < DIM)[None, :], other=0.0)
+    partner_x = tl.load(at + partner[None, :], mask=live & rotates[None, :], other=0.0)
+    position = step_position(io.positions, row, tl.load(io.plan.request_ids + row) >= 0)
+    eps = io.weights.eps
+    dtype: tl.constexpr = src_ptr.dtype.element_ty
     x, partner_x = x.to(tl.float32), partner_x.to(tl.float32)
-    dtype: tl.constexpr = source.ptr.dtype.element_ty
-    return norm_and_rotate(
-        x, partner_x, weight_ptr, io.weights.eps, io.table, pos_t, pos_h, pos_w, DIM, ROPE, dtype
-    )
+    return norm_and_rotate(x, partner_x, weight_ptr, eps, io.table, position, DIM, ROPE, dtype)
 
 
 @triton.jit
-def _store_groups(
-    io, group, live, pos, cache_slot, SIZES: tl.constexpr, ROPE: tl.constexpr, GROUPS: tl.constexpr
-):
-    """Pools the `live` groups, norms and rotates them at their first positions, and stores them."""
+def _queries_gates(io, row, first_head, HEADS_TILE: tl.constexpr, SIZES: tl.constexpr, ROPE):
+    """Normed and rotated query heads of a row, and their gates as they are."""
+    DIM: tl.constexpr = SIZES.dim
+    BLOCK: tl.constexpr = SIZES.block
+    HEADS: tl.constexpr = SIZES.heads
+    head = first_head + tl.arange(0, HEADS_TILE)
+    d = tl.arange(0, BLOCK)
+    mask = (head < HEADS)[:, None] & (d < DIM)[None, :]
+    src_ptr = io.qkv.ptr + row * io.qkv.stride
+    gate_at = src_ptr + (head * (2 * DIM) + DIM)[:, None] + d[None, :]
+    gate = tl.load(gate_at, mask=mask, other=0.0)
+    weight_ptr = io.weights.query
+    query = _rotated(io, row, src_ptr, head, HEADS, 2 * DIM, weight_ptr, DIM, BLOCK, ROPE)
+    tl.store(_at(io.gate, row, head) + d[None, :], gate, mask=mask)
+    tl.store(_at(io.query, row, head) + d[None, :], query.to(gate.dtype), mask=mask)
+
+
+@triton.jit
+def _index_queries(io, row, first_head, HEADS_TILE: tl.constexpr, SIZES: tl.constexpr, ROPE):
+    """Normed and rotated index query heads of a row, in the compressed cache's dtype."""
     DIM: tl.constexpr = SIZES.index_dim
+    BLOCK: tl.constexpr = SIZES.index_block
+    HEADS: tl.constexpr = SIZES.index_heads
+    head = first_head + tl.arange(0, HEADS_TILE)
+    src_ptr = io.index.ptr + row * io.index.stride
+    weight_ptr = io.weights.index_query
+    query = _rotated(io, row, src_ptr, head, HEADS, DIM, weight_ptr, DIM, BLOCK, ROPE)
+    d = tl.arange(0, BLOCK)
+    mask = (head < HEADS)[:, None] & (d < DIM)[None, :]
+    query = to_cache(query, SIZES.index_is_fp8, src_ptr.dtype.element_ty)
+    tl.store(_at(io.index_query, row, head) + d[None, :], query, mask=mask)
+
+
+@triton.jit
+def _keys_values(io, row, first_head, HEADS_TILE: tl.constexpr, SIZES: tl.constexpr, ROPE):
+    """Normed and rotated key heads of a row, and its value heads, to the main cache."""
+    DIM: tl.constexpr = SIZES.dim
+    BLOCK: tl.constexpr = SIZES.block
+    HEADS: tl.constexpr = SIZES.kv_heads
+    dtype: tl.constexpr = io.qkv.ptr.dtype.element_ty
+    slot = tl.load(io.plan.main_slots + row)
+    inside = (slot >= 0) & (slot < io.main.count)
+    head = first_head + tl.arange(0, HEADS_TILE)
+    d = tl.arange(0, BLOCK)
+    mask = (head < tl.where(inside, HEADS, 0))[:, None] & (d < DIM)[None, :]
+    src_ptr = io.qkv.ptr + row * io.qkv.stride + 2 * SIZES.heads * DIM
+    value_at = src_ptr + (HEADS * DIM + head * DIM)[:, None] + d[None, :]
+    value = tl.load(value_at, mask=mask, other=0.0).to(tl.float32)
+    key = _rotated(io, row, src_ptr, head, HEADS, DIM, io.weights.key, DIM, BLOCK, ROPE)
+    K_SCALE: tl.constexpr = SIZES.k_scale
+    V_SCALE: tl.constexpr = SIZES.v_scale
+    key = to_cache(_unscaled(key, io.k_scale, K_SCALE), SIZES.main_is_fp8, dtype)
+    value = to_cache(_unscaled(value, io.v_scale, V_SCALE), SIZES.main_is_fp8, dtype)
+    cell = slot // SIZES.page * io.main.stride_page + slot % SIZES.page * io.main.stride_row
+    at = io.main.ptr + cell + (head * io.main.stride_head)[:, None] + d[None, :]
+    tl.store(at, key, mask=mask)
+    tl.store(at + DIM, value, mask=mask)
+
+
+@triton.jit
+def _unscaled(x, scale, KIND: tl.constexpr):
+    """x / scale, rounded as a division is. KIND: the scale is "none", a "number", or on the
+    "device", where a captured graph reads its later values."""
+    if KIND == "none":
+        return x
+    else:
+        divisor = tl.load(scale) if KIND == "device" else scale
+        return tl.math.div_rn(x, tl.zeros(x.shape, tl.float32) + divisor)
+
+
+@triton.jit
+def _at(out, row, head):
+    """Pointers [len(head), 1] to heads of a row of an output."""
+    return out.ptr + row * out.stride_row + (head * out.stride_head)[:, None]
+
+
+@triton.jit
+def _store_group(
+    io, group, position, cache_slot, SIZES: tl.constexpr, ROPE: tl.constexpr, GROUPS, HAS_RING
+):
+    """Pools a group, norms and rotates it at its first position, and stores the compressed key."""
+    DIM: tl.constexpr = SIZES.index_dim
+    PAGE: tl.constexpr = SIZES.page_groups
     dtype: tl.constexpr = io.keys.ptr.dtype.element_ty
     d = tl.arange(0, SIZES.index_block)
     partner, _, _, rotates = rotary_channels(SIZES.index_block, ROPE)
-    pooled = pool_groups(io.keys, io.ring, group, live, d, d < DIM, GROUPS)
+    unread = (d >= DIM).to(tl.int32)[None, :]
+    pooled = pool_group(io.keys, io.ring, group, d[None, :], unread, GROUPS, HAS_RING)
     # pooled again from L1: the partners' registers belong to other lanes
-    partner_pooled = pool_groups(io.keys, io.ring, group, live, partner, rotates, GROUPS)
-    pos_t, pos_h, pos_w = pos
+    unread = 1 - rotates.to(tl.int32)[None, :]
+    partners = pool_group(io.keys, io.ring, group, partner[None, :], unread, GROUPS, HAS_RING)
     weight_ptr = io.weights.index_key
     eps = io.weights.eps
-    key = norm_and_rotate(
-        pooled, partner_pooled, weight_ptr, eps, io.table, pos_t, pos_h, pos_w, DIM, ROPE, dtype
-    )
-    page = cache_slot // SIZES.page_groups * io.compressed.stride_page
-    cell = page + cache_slot % SIZES.page_groups * io.compressed.stride_row
-    at = io.compressed.ptr + cell[:, None] + d[None, :]
-    mask = live[:, None] & (d < DIM)[None, :]
-    tl.store(at, to_cache(key, SIZES.index_is_fp8, dtype), mask=mask)
+    key = norm_and_rotate(pooled, partners, weight_ptr, eps, io.table, position, DIM, ROPE, dtype)
+    cell = cache_slot // PAGE * io.compressed.stride_page
+    cell += cache_slot % PAGE * io.compressed.stride_row
+    at = io.compressed.ptr + cell + d[None, :]
+    tl.store(at, to_cache(key, SIZES.index_is_fp8, dtype), mask=(d < DIM)[None, :])
 
 
 @triton.jit
-def _finish_open_group(
-    io,
-    request,
-    start,
-    end,
-    first_here,
-    SIZES: tl.constexpr,
-    ROPE: tl.constexpr,
-    GROUPS: tl.constexpr,
-):
+def _store_closed_group(io, row, requests, SIZES: tl.constexpr, ROPE, GROUPS: tl.constexpr):
+    """Stores the group that a row closes, if it lies wholly inside the step."""
+    cache_slot = tl.load(io.plan.compressed_slots + row)
+    last_position = tl.load(io.plan.positions + row)
+    request = tl.load(io.plan.request_ids + row)
+    closes = (last_position >= 0) & ((last_position + 1) % GROUPS.ratio == 0)
+    closes = closes & (cache_slot >= 0) & (cache_slot < io.compressed.count)
+    if closes & (request >= 0) & (request < requests):
+        start = tl.load(io.plan.query_start + request)
+        end = tl.load(io.plan.query_start + request + 1)
+        first_here = (tl.load(io.plan.seq_lens + request) - (end - start)).to(tl.int64)
+        if last_position - (GROUPS.ratio - 1) >= first_here:
+            position = step_position(io.positions, row - (GROUPS.ratio - 1), True)
+            group = (row, last_position, first_here, row)
+            _store_group(io, group, position, cache_slot, SIZES, ROPE, GROUPS, False)
+
+
+@triton.jit
+def _store_open_group(io, request, start, end, first_here, SIZES, ROPE, GROUPS: tl.constexpr):
     """Stores the group that earlier steps left open, if this step closes it."""
-    one = tl.arange(0, 1)
-    slot = (tl.load(io.plan.ring_table + request * io.plan.ring_table_stride) + one).to(tl.int64)
-    first_position = (first_here // GROUPS.ratio * GROUPS.ratio + one).to(tl.int64)
+    slot = tl.load(io.plan.ring_table + request * io.plan.ring_table_stride).to(tl.int64)
+    first_position = (first_here // GROUPS.ratio * GROUPS.ratio).to(tl.int64)
     last_position = first_position + (GROUPS.ratio - 1)
     last_row = start + last_position - first_here
-    closes = (first_here > 0) & (first_here % GROUPS.ratio != 0)
-    live = (one < closes.to(tl.int32)) & (last_row < end)
-    cache_slot = tl.load(io.plan.compressed_slots + last_row, mask=live, other=-1)
-    live = live & (cache_slot >= 0) & (cache_slot < io.compressed.count)
-    live = live & (slot >= 0) & (slot < io.ring.slots)
-    pos = (first_position, first_position, first_position)
-    if GROUPS.has_positions:
-        pos_t = ring_position(io.ring, slot, first_position, live, 0, GROUPS)
-        pos_h = ring_position(io.ring, slot, first_position, live, 1, GROUPS)
-        pos_w = ring_position(io.ring, slot, first_position, live, 2, GROUPS)
-        pos = (pos_t, pos_h, pos_w)
-    group = (last_row, last_position, (first_here + one).to(tl.int64), slot)
-    _store_groups(io, group, live, pos, cache_slot, SIZES, ROPE, GROUPS)
+    closes = (first_here > 0) & (first_here % GROUPS.ratio != 0) & (last_row < end)
+    if closes & (slot >= 0) & (slot < io.ring.slots):
+        cache_slot = tl.load(io.plan.compressed_slots + last_row)
+        if (cache_slot >= 0) & (cache_slot < io.compressed.count):
+            pos_t = first_position
+            pos_h = first_position
+            pos_w = first_position
+            if GROUPS.has_positions:
+                pos_t = ring_position(io.ring, slot, first_position, 0, GROUPS)
+                pos_h = ring_position(io.ring, slot, first_position, 1, GROUPS)
+                pos_w = ring_position(io.ring, slot, first_position, 2, GROUPS)
+            group = (last_row, last_position, first_here.to(tl.int64), slot)
+            position = (pos_t, pos_h, pos_w)
+            _store_group(io, group, position, cache_slot, SIZES, ROPE, GROUPS, True)
 
 
 @triton.jit
@@ -224,62 +307,11 @@ def _commit_ring(io, start, end, GROUPS: tl.constexpr):
             tl.store(at + (GROUPS.position_at + piece)[None, :], part.to(element), mask=mask)
 
 
-@triton.jit
-def _store_closed_groups(
-    io,
-    tile,
-    rows,
-    requests,
-    ROWS: tl.constexpr,
-    SIZES: tl.constexpr,
-    ROPE: tl.constexpr,
-    GROUPS: tl.constexpr,
-):
-    """Stores the groups that end in a tile of rows and lie wholly inside the step."""
-    row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    position = tl.load(io.plan.positions + row, mask=row < rows, other=-1)
-    request = tl.load(io.plan.request_ids + row, mask=row < rows, other=-1)
-    cache_slot = tl.load(io.plan.compressed_slots + row, mask=row < rows, other=-1)
-    closes = (position >= 0) & ((position + 1) % GROUPS.ratio == 0)
-    closes = closes & (request >= 0) & (request < requests)
-    start = tl.load(io.plan.query_start + request, mask=closes, other=0)
-    end = tl.load(io.plan.query_start + request + 1, mask=closes, other=0)
-    length = tl.load(io.plan.seq_lens + request, mask=closes, other=0)
-    first_here = (length - (end - start)).to(tl.int64)
-    live = closes & (cache_slot >= 0) & (cache_slot < io.compressed.count)
-    live = live & (position - (GROUPS.ratio - 1) >= first_here)
-    if tl.max(live.to(tl.int32), axis=0) > 0:
-        first_row = tl.where(live, row - (GROUPS.ratio - 1), 0)
-        pos = step_positions(io.positions, first_row, live)
-        group = (row, position, first_here, tl.zeros((ROWS,), dtype=tl.int64))
-        _store_groups(io, group, live, pos, cache_slot, SIZES, ROPE, GROUPS)
-
-
-@triton.jit
-def _unscaled(x, scale, KIND: tl.constexpr):
-    """x / scale, rounded as a division is. KIND: the scale is "none", a "number", or on the
-    "device", where a captured graph reads its later values."""
-    if KIND == "none":
-        return x
-    else:
-        divisor = tl.load(scale) if KIND == "device" else scale
-        return tl.math.div_rn(x, tl.zeros(x.shape, tl.float32) + divisor)
-
-
-@triton.jit
-def _at(out, row, head):
-    """Pointers [U, 1] to heads of an output."""
-    return out.ptr + (row * out.stride_row + head * out.stride_head)[:, None]
-
-
-@triton.jit(do_not_specialize=["rows", "requests", "group_end", "index_end", "kv_end"])
+@triton.jit(do_not_specialize=["rows", "requests"])
 def _prepare_kernel(
     io,
     rows,
     requests,
-    group_end,
-    index_end,
-    kv_end,
     SIZES: tl.constexpr,
     ROPE: tl.constexpr,
     STEP_ROPE: tl.constexpr,
@@ -287,70 +319,32 @@ def _prepare_kernel(
     TILES: tl.constexpr,
 ):
     pid = tl.program_id(0)
-    DIM: tl.constexpr = SIZES.dim
-    BLOCK: tl.constexpr = SIZES.block
-    dtype: tl.constexpr = io.qkv.ptr.dtype.element_ty
-    d = tl.arange(0, BLOCK)
     if pid < requests:
         start = tl.load(io.plan.query_start + pid)
         end = tl.load(io.plan.query_start + pid + 1)
         first_here = tl.load(io.plan.seq_lens + pid) - (end - start)
         end = tl.minimum(end, rows)
-        request = pid.to(tl.int64)
-        _finish_open_group(io, request, start, end, first_here, SIZES, ROPE, GROUPS)
+        _store_open_group(io, pid.to(tl.int64), start, end, first_here, SIZES, ROPE, GROUPS)
         # every lane has read its ring rows before any lane overwrites them
         tl.debug_barrier()
         _commit_ring(io, start, end, GROUPS)
-    elif pid < group_end:
-        tile = pid - requests
-        ROWS: tl.constexpr = TILES.group_rows
-        _store_closed_groups(io, tile, rows, requests, ROWS, SIZES, STEP_ROPE, GROUPS)
-    elif pid < index_end:
-        INDEX_DIM: tl.constexpr = SIZES.index_dim
-        unit = (pid - group_end) * TILES.index_units + tl.arange(0, TILES.index_units)
-        row = (unit // SIZES.index_heads).to(tl.int64)
-        head = unit % SIZES.index_heads
-        live = row < rows
-        offset = row * io.index.stride + head * INDEX_DIM
-        weight_ptr = io.weights.index_query
-        query = _rotated_heads(
-            io, io.index, offset, row, live, weight_ptr, INDEX_DIM, SIZES.index_block, STEP_ROPE
-        )
-        di = tl.arange(0, SIZES.index_block)
-        query = to_cache(query, SIZES.index_is_fp8, dtype)
-        mask = live[:, None] & (di < INDEX_DIM)[None, :]
-        tl.store(_at(io.index_query, row, head) + di[None, :], query, mask=mask)
-    elif pid < kv_end:
-        unit = (pid - index_end) * TILES.kv_units + tl.arange(0, TILES.kv_units)
-        row = (unit // SIZES.kv_heads).to(tl.int64)
-        head = unit % SIZES.kv_heads
-        slot = tl.load(io.plan.main_slots + row, mask=row < rows, other=-1)
-        live = (slot >= 0) & (slot < io.main.count)
-        mask = live[:, None] & (d < DIM)[None, :]
-        offset = row * io.qkv.stride + (2 * SIZES.heads + head) * DIM
-        value_at = io.qkv.ptr + offset[:, None] + (SIZES.kv_heads * DIM + d)[None, :]
-        value = tl.load(value_at, mask=mask, other=0.0).to(tl.float32)
-        weight_ptr = io.weights.key
-        key = _rotated_heads(io, io.qkv, offset, row, live, weight_ptr, DIM, BLOCK, STEP_ROPE)
-        key = to_cache(_unscaled(key, io.k_scale, SIZES.k_scale), SIZES.main_is_fp8, dtype)
-        value = to_cache(_unscaled(value, io.v_scale, SIZES.v_scale), SIZES.main_is_fp8, dtype)
-        page = slot // SIZES.page * io.main.stride_page
-        cell = page + slot % SIZES.page * io.main.stride_row + head * io.main.stride_head
-        at = io.main.ptr + cell[:, None] + d[None, :]
-        tl.store(at, key, mask=mask)
-        tl.store(at + DIM, value, mask=mask)
     else:
-        unit = (pid - kv_end) * TILES.query_units + tl.arange(0, TILES.query_units)
-        row = (unit // SIZES.heads).to(tl.int64)
-        head = unit % SIZES.heads
-        live = row < rows
-        mask = live[:, None] & (d < DIM)[None, :]
-        offset = row * io.qkv.stride + head * (2 * DIM)
-        gate = tl.load(io.qkv.ptr + offset[:, None] + (DIM + d)[None, :], mask=mask, other=0.0)
-        weight_ptr = io.weights.query
-        query = _rotated_heads(io, io.qkv, offset, row, live, weight_ptr, DIM, BLOCK, STEP_ROPE)
-        tl.store(_at(io.gate, row, head) + d[None, :], gate, mask=mask)
-        tl.store(_at(io.query, row, head) + d[None, :], query.to(dtype), mask=mask)
+        QUERY_TILE: tl.constexpr = TILES.query_heads
+        KV_TILE: tl.constexpr = TILES.kv_heads
+        INDEX_TILE: tl.constexpr = TILES.index_heads
+        KV_HEADS: tl.constexpr = SIZES.kv_heads
+        INDEX_HEADS: tl.constexpr = SIZES.index_heads
+        PARTS: tl.constexpr = tl.cdiv(SIZES.heads, QUERY_TILE) + 1
+        row = ((pid - requests) // PARTS).to(tl.int64)
+        part = (pid - requests) % PARTS
+        if part > 0:
+            _queries_gates(io, row, (part - 1) * QUERY_TILE, QUERY_TILE, SIZES, STEP_ROPE)
+        else:
+            for first in tl.static_range(0, KV_HEADS, KV_TILE):
+                _keys_values(io, row, first, KV_TILE, SIZES, STEP_ROPE)
+            for first in tl.static_range(0, INDEX_HEADS, INDEX_TILE):
+                _index_queries(io, row, first, INDEX_TILE, SIZES, STEP_ROPE)
+            _store_closed_group(io, row, requests, SIZES, STEP_ROPE, GROUPS)
 
 
 def launch(
@@ -373,9 +367,7 @@ def launch(
     requests, ratio = plan.seq_lens.shape[0], plan.compress_ratio
     block = triton.next_power_of_2(dim)
     index_block = max(4, triton.next_power_of_2(index_dim))  # covers a ring key's alignment gap
-    if tiles is None:
-        processors = device_target(qkv.device).processors
-        tiles = choose_tiles(rows, heads, kv_heads, index_heads, block, index_block, processors)
+    tiles = tiles or choose_tiles(rows, heads, kv_heads, index_heads, block, index_block)
     has_positions = stores_positions(caches.ring.shape[3], index_dim, qkv.dtype)
     position_at = position_offset(index_dim, qkv.dtype) if has_positions else index_dim
     capacity = caches.ring.shape[1]
@@ -384,17 +376,11 @@ def launch(
     turn = Rope(rope.rotary_dim // 2, rope.neox_style, axes, *(section or (0, 0, 0)))
     # positions [T] and [1, T] were expanded: one axis then stands for all three
     step_turn = turn._replace(axes="one") if positions.stride(2) == 0 else turn
-    group_end = requests + triton.cdiv(rows, tiles.group_rows)
-    index_end = group_end + triton.cdiv(rows * index_heads, tiles.index_units)
-    kv_end = index_end + triton.cdiv(rows * kv_heads, tiles.kv_units)
-    total = kv_end + triton.cdiv(rows * heads, tiles.query_units)
-    _prepare_kernel[(total,)](
+    parts = triton.cdiv(heads, tiles.query_heads) + 1
+    _prepare_kernel[(requests + rows * parts,)](
         _operands(qkv, index_qk, positions, rope, norms, caches, plan, k_scale, v_scale, out),
         rows,
         requests,
-        group_end,
-        index_end,
-        kv_end,
         SIZES=Sizes(
             heads,
             kv_heads,

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-PROGRAMS_PER_PROCESSOR = 8
-"""Programs wanted per multiprocessor before tiles grow: enough to hide the loads' latency."""
-
 
 class Tiles(NamedTuple):
-    """Heads (or rows) of each kind that one program takes; powers of two.
+    """Heads of a row that one program loads at once, powers of two, and its warps.
 
-    query_units: main query heads with their gates. kv_units: KV heads. index_units: index query
-    heads. group_rows: rows searched for closed groups. num_warps: of every program.
+    query_heads: main query heads (with their gates) of one program. kv_heads, index_heads: those of
+    the row's last program, which repeats until all are done.
     """
 
-    query_units: int
-    kv_units: int
-    index_units: int
-    group_rows: int
+    query_heads: int
+    kv_heads: int
+    index_heads: int
     num_warps: int
 
 
@@ -29,26 +25,23 @@ def choose_tiles(
     index_heads: int,
     block_dim: int,
     block_index_dim: int,
-    processors: int,
-    num_warps: int = 4,
 ) -> Tiles:
-    """Tiles of at most 4,096 elements, smaller while that leaves processors idle.
+    """Tiles of at most 2,048 elements, two 16-byte accesses for each of 128 lanes; half that for
+    steps of few rows, whose latency counts.
 
     block_dim, block_index_dim: D and Di rounded up to powers of two.
     """
-    wanted = processors * PROGRAMS_PER_PROCESSOR
-    lanes = 32 * num_warps * 8  # elements that the program's lanes load 16 bytes at a time
+    limit = 1024 if rows <= 64 else 2048
 
-    def units(total: int, block: int) -> int:
-        count = max(1, 4 * lanes // block)
-        while count > max(1, lanes // block) and total < wanted * count:
-            count //= 2
-        return count
+    def fitting(count: int, block: int) -> int:
+        tile = 1
+        while tile < count and 2 * tile * block <= limit:
+            tile *= 2
+        return tile
 
     return Tiles(
-        units(rows * heads, block_dim),
-        units(rows * kv_heads, block_dim),
-        units(rows * index_heads, block_index_dim),
-        units(rows, block_index_dim),
-        num_warps,
+        fitting(heads, block_dim),
+        fitting(kv_heads, block_dim),
+        fitting(index_heads, block_index_dim),
+        4,
     )
