@@ -64,11 +64,7 @@ def launch(
         select = tiles.choose_select(phase.end - phase.begin, width, top_k, target)
         select = replace(select, **tuning.get("select", {}))
         space = _Workspace(workspace, width, select, phase.end - phase.begin, out.device)
-        itemsize = 4 if query.dtype == torch.float32 else max(query.element_size(), 1)
-        if query.dtype == torch.bfloat16 and not target.has_bf16:
-            itemsize = 4
-        if query.dtype == torch.uint8:
-            itemsize = 2
+        itemsize = tiles.product_bytes(query.dtype, target)
         heads, dim = query.shape[1:]
         for begin in range(phase.begin, phase.end, space.rows):
             end = min(begin + space.rows, phase.end)
@@ -145,7 +141,6 @@ class _Step:
     ) -> None:
         options = {"matrix_instr_nonkdim": 16} if target.backend == "hip" else {}
         query, cache, table = self.query, self.cache, self.page_table
-        widen = query.dtype == torch.bfloat16 and not target.has_bf16
         score_kernel[(-(-(end - begin) // score.rows) * score.splits,)](
             query,
             cache,
@@ -181,7 +176,7 @@ class _Step:
             GROUP=select.group,
             PAGE_BLOCKS=cache.shape[1],
             E4M3_BYTES=query.dtype == torch.uint8,
-            WIDEN=widen,
+            WIDEN=not target.has_bf16,
             HAS_FIRST=self.has_first,
             STAGES=score.num_stages,
             num_warps=score.num_warps,

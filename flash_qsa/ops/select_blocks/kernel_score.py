@@ -27,8 +27,8 @@ def sum_heads(dots, KEYS: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr)
     """[KEYS, ROWS · HEADS] products → [KEYS, ROWS] sums of their ReLUs.
 
     Columns are ordered (row / 4, head / 2, row % 4, head % 2): in the matrix units' accumulator
-    layouts a thread then holds all heads of a row, and no value is exchanged. The sum is a tree over
-    head bits, from the lowest.
+    layouts a thread then holds all heads of a row, and no value is exchanged. The sum is a tree
+    over head bits, from the lowest.
     """
     dots = tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL)
     part = tl.sum(tl.reshape(dots, (KEYS, ROWS // 4, HEADS // 2, 4, 2)), 4)
@@ -53,10 +53,12 @@ def ordered(scores):
 @triton.jit
 def _operand(values, E4M3_BYTES: tl.constexpr, WIDEN: tl.constexpr):
     if E4M3_BYTES:
-        return e4m3_to_fp16(values)
+        exact = e4m3_to_fp16(values)
+    else:
+        exact = values
     if WIDEN:
-        return values.to(tl.float32)
-    return values
+        exact = exact.to(tl.float32)
+    return exact
 
 
 @triton.jit

@@ -4,12 +4,12 @@ One program a row. A *bound* is found by bisection over integers: between `low`,
 keys reach, and `high`, which fewer do. It starts from the row's largest and doubles its step until
 K keys are covered, then halves; it ends early as soon as the count is good enough.
 
-Short rows stay in registers. Longer rows first bound the K-th largest *group maximum*, a lower bound
-of the K-th largest key: K groups each hold one such key. Only the K … K + slack groups that reach it
-can hold a selected key. Where equal maxima make them more, the first of the equal ones suffice: each
-holds a key of that value, and lower ids come first. The keys of listed groups that reach the bound
-survive; where they are too many the bound is raised by counting over the listed groups. So every
-list has room by construction, and concentrated scores only cost rounds.
+Short rows stay in registers. Longer rows first bound the K-th largest *group maximum*, a lower
+bound of the K-th largest key: K groups each hold one such key. Only the K … K + slack groups that
+reach it can hold a selected key. Where equal maxima make them more, the first of the equal ones
+suffice: each holds a key of that value, and lower ids come first. The keys of listed groups that
+reach the bound survive; where they are too many the bound is raised by counting over the listed
+groups. So every list has room by construction, and concentrated scores only cost rounds.
 
 Rows that see at most K blocks are written without reading a score.
 """
@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 
 HIDDEN = tl.constexpr(-(2**31))
+NAN_KEY = tl.constexpr(-1)
+"""Every negative word but HIDDEN means NaN; raised to this, differences of keys fit int32."""
 OCTAVE = tl.constexpr(1 << 23)
 """Step of the integer order that halves a float."""
 WHOLE = tl.constexpr(1 << 30)
@@ -88,7 +90,7 @@ def _listed_keys(
     groups = tl.load(list_row + offs, mask=offs < listed, other=0)
     ids = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     keys = tl.load(scores_row + ids, mask=(offs < listed)[:, None], other=HIDDEN)
-    keys = tl.where((ids >= first) & (ids < stored), keys, HIDDEN)
+    keys = tl.where((ids >= first) & (ids < stored), tl.maximum(keys, NAN_KEY), HIDDEN)
     return tl.reshape(keys, (CHUNK * GROUP,)), tl.reshape(ids, (CHUNK * GROUP,))
 
 
@@ -196,9 +198,7 @@ def select_kernel(
     # scores exist for first … stored - 1; blocks behind them have no page and rank last
     stored = tl.minimum(visible, width)
     out_row = out_ptr + row * stride_out
-    if GROUP == 0:
-        _write_run(out_row, first, visible - first, TOP_K, TOP_K_PAD)
-    elif stored - first <= TOP_K:
+    if stored - first <= TOP_K:
         _write_run(out_row, first, visible - first, TOP_K, TOP_K_PAD)
     elif GROUP == 1:
         ids = tl.arange(0, UNITS)
@@ -208,7 +208,7 @@ def select_kernel(
             mask=ids < (stored + 15) // 16 * 16,
             other=HIDDEN,
         )
-        keys = tl.where((ids >= first) & (ids < stored), keys, HIDDEN)
+        keys = tl.where((ids >= first) & (ids < stored), tl.maximum(keys, NAN_KEY), HIDDEN)
         low = tl.min(tl.where(keys == HIDDEN, 0x7FFFFFFF, keys), 0)
         sure, tied, ties = bound_of(keys, low, stored - first, TOP_K, TOP_K)
         _write_chosen(out_row, members(keys, sure, tied, ties), ids, TOP_K)
@@ -224,12 +224,12 @@ def select_kernel(
             mask=units < (end + 15) // 16 * 16,
             other=HIDDEN,
         )
-        maxima = tl.where((units >= begin) & (units < end), maxima, HIDDEN)
+        maxima = tl.where((units >= begin) & (units < end), tl.maximum(maxima, NAN_KEY), HIDDEN)
         low = tl.min(tl.where(maxima == HIDDEN, 0x7FFFFFFF, maxima), 0)
         if end - begin <= TOP_K + SLACK:
             # too few groups to bound anything: every key from NaN upwards may be chosen
-            sure = -1
-            tied = -1
+            sure = NAN_KEY
+            tied = NAN_KEY
             ties = 0
         else:
             sure, tied, ties = bound_of(maxima, low, end - begin, TOP_K, TOP_K + SLACK)
@@ -255,6 +255,7 @@ def select_kernel(
         offs = tl.arange(0, SURVIVORS)
         ids = tl.load(kept_row + offs, mask=offs < kept, other=0)
         keys = tl.load(scores_row + ids, mask=offs < kept, other=HIDDEN)
+        keys = tl.where(offs < kept, tl.maximum(keys, NAN_KEY), HIDDEN)
         low = tl.min(tl.where(keys == HIDDEN, 0x7FFFFFFF, keys), 0)
         sure, tied, ties = bound_of(keys, low, kept, TOP_K, TOP_K)
         _write_chosen(out_row, members(keys, sure, tied, ties), ids, TOP_K)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from flash_qsa.plan import BatchPlan
 from flash_qsa.targets import Target
 
@@ -95,14 +97,22 @@ def phases(rows: int, requests: int, plan: BatchPlan | None) -> list[Phase]:
     return found
 
 
+def product_bytes(dtype: torch.dtype, target: Target) -> int:
+    """Bytes of a channel in the product. Without matrix units for 16 bits it is FP32; FP8 where
+    the type is missing is multiplied as FP16."""
+    if dtype == torch.float32 or not target.has_bf16:
+        return 4
+    return 1 if dtype == torch.float8_e4m3fn else 2
+
+
 def choose_score(
     phase: Phase, width: int, heads: int, dim: int, itemsize: int, target: Target
 ) -> ScoreTiles:
-    """Tiles of the scorer for rows of up to `width` keys; `itemsize` is that of the product."""
+    """Tiles of the scorer for rows of up to `width` keys; `itemsize` is `product_bytes`."""
     heads_pad, dim_pad = max(2, power_of_two(heads)), max(32, power_of_two(dim))
     key_tiles = -(-width // BLOCK_N)
     rows = phase.end - phase.begin
-    block_d = min(dim_pad, 32) if itemsize == 4 else dim_pad
+    block_d = min(dim_pad, 16) if itemsize == 4 else dim_pad
     if phase.decode:
         tile_rows = max(1, min(phase.query_len, rows))
         rows_pad = max(4, power_of_two(tile_rows))
@@ -140,7 +150,7 @@ def choose_select(rows: int, width: int, top_k: int, target: Target) -> SelectTi
         group *= 4
     units = max(16, power_of_two(-(-width // group)))
     warps = _warps(max(units, survivors), few)
-    return SelectTiles(group, units, slack, survivors, 1024 * warps // group, warps)
+    return SelectTiles(group, units, slack, survivors, max(1, 512 * warps // group), warps)
 
 
 def _warps(held: int, few: bool) -> int:
