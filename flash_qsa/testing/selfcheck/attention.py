@@ -70,8 +70,19 @@ def attend(problems: Problems) -> Cases:
             problems.setting, problem, ids, attended(problem, ids), False, scales
         )
 
+    def hostile() -> Outcome:
+        # What selection never returns is ignored: open and future blocks, ids of no block, holes.
+        problem = problems.get("prefill")
+        honest = problem.block_ids(problems.setting.seed)
+        tokens = attended(problem, honest)
+        visible = problem.plan.visible_blocks[:, None]
+        extra = torch.cat((visible, visible + 1, honest[:, :1].where(honest[:, :1] < 0, -7)), 1)
+        ids = torch.cat((extra, honest, torch.full_like(extra, 1 << 30)), 1).int()
+        return _attention_outcome(problems.setting, problem, ids, tokens, False, None)
+
     for kind in ("prefill", "decode"):
         yield f"{kind}, random blocks", lambda kind=kind: check(kind, False)
+    yield "prefill, blocks out of sight", hostile
     yield "decode, FP8 cache with scales", lambda: check("decode", True)
 
 

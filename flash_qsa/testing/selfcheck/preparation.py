@@ -100,7 +100,7 @@ def store(problems: Problems) -> Cases:
     def check(dtype: torch.dtype) -> Outcome:
         generator = torch.Generator().manual_seed(at.seed)
         fill = torch.full((pages, size, 1, 8), 3.0).to(dtype)
-        cache = fill.to(at.device)
+        cache = fill.to(at.device, copy=True)
         cells = pages * size
         slots = torch.tensor([cells - 1, -1, 0, cells, cells // 2, -7])
         rows = (torch.randn(6, 8, generator=generator) * 300).to(at.dtype)

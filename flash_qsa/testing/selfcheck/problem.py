@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from flash_qsa import dispatch
 from flash_qsa.testing.compare import within_bound
 from flash_qsa.testing.inputs import REAL, Problem, Shape, make_problem
 
@@ -58,17 +59,18 @@ class Problems:
             self._built.clear()  # one at a time: at 262,144 tokens a problem is half a GiB
             at, n = self.setting, self.length
             many = kind == "decode"
-            self._built[kind, fp8] = make_problem(
-                [n, max(1, n // 3), min(n, 37)] if many else [n],
-                [1, 1, 1] if many else [min(n, at.rows)],
-                at.shape,
-                dtype=at.dtype,
-                kv_dtype=at.fp8 if fp8 else None,
-                index_dtype=at.fp8 if fp8 else None,
-                padding=1,
-                device=at.device,
-                seed=at.seed + n,
-            )
+            with dispatch.trace():  # ops that only make inputs are not what ran
+                self._built[kind, fp8] = make_problem(
+                    [n, max(1, n // 3), min(n, 37)] if many else [n],
+                    [1, 1, 1] if many else [min(n, at.rows)],
+                    at.shape,
+                    dtype=at.dtype,
+                    kv_dtype=at.fp8 if fp8 else None,
+                    index_dtype=at.fp8 if fp8 else None,
+                    padding=1,
+                    device=at.device,
+                    seed=at.seed + n,
+                )
         return self._built[kind, fp8]
 
 

@@ -57,37 +57,41 @@ def ties(problems: Problems) -> Cases:
         return
     top_k = at.shape.top_k
 
-    def check(values: torch.Tensor, rows: int) -> Outcome:
+    visible = [max(count - 1 - 7 * row, 0) for row in range(3)]
+
+    def check(values: torch.Tensor) -> Outcome:
         query, cache, table = score_dial(values, at.shape, at.dtype)
-        visible = torch.tensor([max(count - 7 * row, 0) for row in range(rows)])
         ids = select_blocks(
-            query.expand(rows, -1, -1).contiguous().to(at.device),
+            query.expand(len(visible), -1, -1).contiguous().to(at.device),
             cache.to(at.device),
             table.to(at.device),
-            torch.zeros(rows, dtype=torch.int32, device=at.device),
-            visible.int().to(at.device),
+            torch.zeros(len(visible), dtype=torch.int32, device=at.device),
+            torch.tensor(visible, dtype=torch.int32, device=at.device),
             top_k,
             backend=at.backend,
         )
-        truth = torch.full((rows, top_k), -1, dtype=torch.int32)
+        truth = torch.full((len(visible), top_k), -1, dtype=torch.int32)
         scores = values.to(at.dtype).double().clamp(min=0).nan_to_num(nan=-1.0)
-        for row, seen in enumerate(visible.tolist()):
+        for row, seen in enumerate(visible):
             order = scores[:seen].argsort(descending=True, stable=True)[:top_k]
             truth[row, : order.numel()] = order.sort().values.int()
         return exact(("block_ids", ids, truth.to(at.device)))
 
     generator = torch.Generator().manual_seed(at.seed)
-    scattered = torch.zeros(count)
     order = torch.randperm(count, generator=generator)
+    scattered = torch.zeros(count)
     scattered[order[: count // 2]] = 1.0
     scattered[order[: min(top_k, count) * 3 // 4]] = 2.0
     clustered = 1.0 + torch.randint(0, 8, (count,), generator=generator) * 2.0**-7
     spoiled = torch.randint(0, 4, (count,), generator=generator).float()
     spoiled[order[: count // 3]] = float("nan")
-    yield "ties at the cut", lambda: check(scattered, 3)
-    yield "all scores zero", lambda: check(torch.zeros(count), 1)
-    yield "scores within 1/16", lambda: check(clustered, 3)
-    yield "a third NaN", lambda: check(spoiled, 3)
+    tempting = torch.randint(0, 4, (count,), generator=generator).float()
+    tempting[visible] = 64.0
+    yield "ties at the cut", lambda: check(scattered)
+    yield "all scores zero", lambda: check(torch.zeros(count))
+    yield "scores within 1/16", lambda: check(clustered)
+    yield "a third NaN", lambda: check(spoiled)
+    yield "best block out of sight", lambda: check(tempting)
 
 
 def expand(problems: Problems) -> Cases:
