@@ -1,0 +1,344 @@
+"""Checks every select_blocks schedule on this GPU, then times it beside vLLM's kernels.
+
+    python benchmarks/kernels/bench_select.py [--peers DIR] [--skip-checks] [--only decode|prefill]
+
+Checks come first and print every failure: exact equality with the specification where scores are
+small integers (exact in FP32, full of ties), and the float64 rounding bound on random values.
+Times are microseconds: decode by graph replay over caches that do not fit L2 together, prefill as
+medians. DIR holds vLLM's operators (`vllm` importable from it, with a `bench_vllm` module that
+loads them). The last lines are the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+import torch
+from triton.testing import do_bench
+
+from flash_qsa.ops.select_blocks import kernel, reference
+from flash_qsa.ops.select_blocks.tiles import Phase
+from flash_qsa.testing.compare import selection_faults, true_scores
+
+HEADS, DIM, RATIO, PAGE_BLOCKS, TOP_K = 4, 128, 4, 16, 512
+DEVICE = "cuda"
+
+
+def decode_variants(blocks: int) -> dict[str, dict]:
+    """Tunings to compare in decode."""
+    found = {"default": {}}
+    for warps in (4, 8, 16):
+        found[f"w{warps}"] = {"select": {"num_warps": warps, "chunk": 64}}
+    if blocks > 8192:
+        units = 1 << (-(-blocks // 16) - 1).bit_length()
+        if units <= 16384:
+            found["g16"] = {"select": {"group": 16, "units": units, "chunk": 128}}
+    return found
+
+
+def prefill_variants(blocks: int) -> dict[str, tuple[dict, int]]:
+    """Tunings and workspaces to compare in prefill."""
+    found = {"default": ({}, 128 << 20), "512M": ({}, 512 << 20)}
+    found["w2"] = ({"select": {"num_warps": 2, "chunk": 64}}, 512 << 20)
+    found["w4"] = ({"select": {"num_warps": 4, "chunk": 128}}, 512 << 20)
+    return found
+
+
+class Case:
+    """Selection inputs of `batch` requests, `rows` rows each at the end of `blocks` blocks."""
+
+    def __init__(
+        self,
+        batch: int,
+        rows: int,
+        blocks: int,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        kind: str = "normal",
+        heads: int = HEADS,
+        dim: int = DIM,
+        layers: int = 1,
+        page_blocks: int = PAGE_BLOCKS,
+        seed: int = 0,
+    ) -> None:
+        torch.manual_seed(seed)
+        pages = -(-blocks // page_blocks)
+        self.table = torch.randperm(batch * pages, device=DEVICE).int().view(batch, pages)
+        total = batch * rows
+        self.query = _values((total, heads, dim), kind, dtype)
+        shape = (batch * pages, page_blocks, 1, dim)
+        self.caches = [_values(shape, kind, dtype) for _ in range(layers)]
+        self.request_ids = torch.arange(batch, device=DEVICE).int().repeat_interleave(rows)
+        position = blocks * RATIO - rows + torch.arange(rows, device=DEVICE)
+        self.visible = ((position + 1) // RATIO).clamp(min=0).int().repeat(batch)
+        self.batch, self.rows, self.blocks = batch, rows, blocks
+
+    def launch(self, out, cache=None, tuning=None, workspace=128 << 20, first=None):
+        cache = self.caches[0] if cache is None else cache
+        args = (self.query, cache, self.table, self.request_ids, self.visible, first, None)
+        kernel.launch(*args, workspace, out, tuning=tuning)
+        return out
+
+    def out(self, top_k: int = TOP_K) -> torch.Tensor:
+        return torch.full((self.query.shape[0], top_k), 2**31 - 1, device=DEVICE).int()
+
+
+def _values(shape: tuple[int, ...], kind: str, dtype: torch.dtype) -> torch.Tensor:
+    if kind == "integers":
+        return torch.randint(-1, 2, shape, device=DEVICE).to(dtype)
+    if kind == "sparse":
+        return (torch.rand(shape, device=DEVICE) < 0.02).to(dtype)
+    values = torch.randn(shape, device=DEVICE)
+    if kind == "alike":
+        values = values * 1e-3 + 1
+    return values.to(dtype)
+
+
+failures: list[str] = []
+
+
+def fail(name: str, text: str) -> None:
+    failures.append(name)
+    print(f"FAIL {name}: {text}"[:600], flush=True)
+
+
+def check(name: str, case: Case, top_k: int = TOP_K, exact: bool = False, **options) -> None:
+    try:
+        got = case.launch(case.out(top_k), **options)
+        again = case.launch(case.out(top_k), **options)
+        torch.cuda.synchronize()
+    except Exception as error:
+        fail(name, f"{type(error).__name__}: {error}")
+        return
+    if not torch.equal(got, again):
+        fail(name, f"two runs differ in rows {(got != again).any(1).nonzero().flatten()[:8]}")
+    want = torch.empty_like(got)
+    first = options.get("first")
+    args = (case.query, case.caches[0], case.table, case.request_ids, case.visible, first, None)
+    reference.select_blocks(*args, 1 << 30, want)
+    bad = (got != want).any(1).nonzero().flatten()
+    faults = []
+    for row in bad[:: max(1, len(bad) // 8)].tolist():
+        if exact:
+            extra = sorted(set(got[row].tolist()) - set(want[row].tolist()))[:6]
+            lost = sorted(set(want[row].tolist()) - set(got[row].tolist()))[:6]
+            faults.append(f"row {row} visible {int(case.visible[row])} extra {extra} lost {lost}")
+            continue
+        request = int(case.request_ids[row])
+        one = slice(row, row + 1)
+        scores, slack = true_scores(
+            case.query[one], case.caches[0], case.table[request], int(case.visible[row])
+        )
+        start = None if first is None else first[one]
+        faults += selection_faults(got[one], scores, slack, case.visible[one], start)
+    if faults:
+        fail(name, f"{len(bad)} rows differ; " + "; ".join(faults[:2]))
+
+
+def checks() -> None:
+    begun = time.time()
+    shapes = [
+        ("1row-2k", 1, 1, 2047, 0),
+        ("1row-8k", 1, 1, 8191, 0),
+        ("3req-33k", 3, 1, 32768, 0),
+        ("1row-262k", 1, 1, 262144, 0),
+        ("2x4-16k", 2, 4, 16384, 0),
+        ("prefill-300-at-2k", 1, 300, 2048, 0),
+        ("prefill-200-at-9k", 1, 200, 9001, 0),
+        ("prefill-2x70-at-33k", 2, 70, 33333, 0),
+        ("prefill-100-at-262k", 1, 100, 262144, 0),
+    ]
+    for name, batch, rows, blocks, _ in shapes:
+        for kind in ("integers", "normal"):
+            case = Case(batch, rows, blocks, kind=kind)
+            check(f"{name}-{kind}", case, exact=kind == "integers")
+            if blocks > 8000 and blocks < 40000 and kind == "integers":
+                check(f"{name}-k64", case, 64, True)
+                check(f"{name}-k2048", case, 2048, True)
+    for kind in ("sparse", "alike"):
+        check(f"5req-20k-{kind}", Case(5, 1, 20000, kind=kind), exact=kind == "sparse")
+        check(f"prefill-70-20k-{kind}", Case(1, 70, 20000, kind=kind), exact=kind == "sparse")
+    for dtype in (torch.float16, torch.float32, torch.float8_e4m3fn):
+        for batch, rows in ((3, 1), (1, 130)):
+            case = Case(batch, rows, 9000, dtype=dtype, kind="integers")
+            check(f"{dtype}-{batch}x{rows}", case, exact=True)
+            check(f"{dtype}-{batch}x{rows}-normal", Case(batch, rows, 9000, dtype=dtype))
+    case = Case(2, 40, 9000, kind="integers")
+    first = torch.randint(0, 9000, (80,), device=DEVICE).int()
+    check("first-block", case, exact=True, first=first)
+    case.table[0, 3] = -1
+    case.table[1, 100:] = 1 << 30
+    check("missing-pages", case, exact=True)
+    case.caches[0][::3] = float("nan")
+    check("nan-pages", case, exact=True)
+    case.visible.copy_(torch.randint(-2, 9500, (80,), device=DEVICE))
+    case.request_ids[::5] = -1
+    case.request_ids[3] = 2
+    case.request_ids[60:] = 0
+    check("ragged", case, exact=True)
+    check("ragged-8MiB", case, exact=True, workspace=8 << 20)
+    check("k4096", Case(2, 3, 30000, kind="integers"), 4096, True)
+    check("k1", Case(2, 3, 30000, kind="integers"), 1, True)
+    check("page-49", Case(2, 20, 5000, kind="integers", page_blocks=49), exact=True)
+    check("heads-3-dim-96", Case(2, 20, 5000, kind="integers", heads=3, dim=96), exact=True)
+    check("heads-16-dim-64", Case(2, 20, 5000, kind="integers", heads=16, dim=64), exact=True)
+    for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float32):
+        consistency(dtype)
+    print(f"checks: {len(failures)} failures, {time.time() - begun:.0f} s", flush=True)
+
+
+def consistency(dtype: torch.dtype) -> None:
+    """The same rows through the prefill and decode schedules, alone and moved to other pages."""
+    case = Case(1, 192, 20000, dtype=dtype)
+    together = case.launch(case.out())
+    for query_len in (1, 4):
+        split = case.launch(case.out(), tuning={"phases": [Phase(0, 192, True, query_len)]})
+        rows = (split != together).any(1).sum().item()
+        if rows:
+            fail(f"schedules-{dtype}-{query_len}", f"{rows} of 192 rows differ")
+    order = torch.randperm(case.caches[0].shape[0], device=DEVICE)
+    moved = torch.empty_like(case.caches[0])
+    moved.view(torch.uint8)[order] = case.caches[0].view(torch.uint8)
+    table = case.table
+    case.table = order[table.long()].int()
+    if not torch.equal(case.launch(case.out(), cache=moved), together):
+        fail(f"pages-{dtype}", "another page order changes the selection")
+
+
+def graph_time(calls: list, repeats: int = 15) -> float:
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    for _ in range(3):
+        graph.replay()
+    times = []
+    for _ in range(repeats):
+        start, stop = torch.cuda.Event(True), torch.cuda.Event(True)
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) * 1e3 / len(calls))
+    return sorted(times)[len(times) // 2]
+
+
+def _timed(measure) -> float:
+    try:
+        return measure()
+    except Exception as error:
+        print("ERR", type(error).__name__, str(error)[:300], flush=True)
+        return float("nan")
+
+
+def bench_decode(peer, table: list[str]) -> None:
+    for batch, rows, context in (
+        (1, 1, 8192),
+        (1, 1, 32768),
+        (1, 1, 131072),
+        (1, 1, 262144),
+        (1, 1, 1048576),
+        (8, 1, 8192),
+        (8, 1, 32768),
+        (8, 1, 131072),
+        (32, 1, 8192),
+        (32, 1, 32768),
+        (32, 1, 131072),
+        (128, 1, 8192),
+        (128, 1, 32768),
+        (8, 4, 32768),
+        (4, 4, 262144),
+    ):
+        size = batch * context // RATIO * DIM * 2
+        layers = max(2, min(8, (200 << 20) // size + 1))
+        case = Case(batch, rows, context // RATIO, layers=layers)
+        out = case.out()
+        found = {}
+        for name, tuning in decode_variants(case.blocks).items():
+            calls = [
+                lambda c=cache, t=tuning: case.launch(out, cache=c, tuning=t)
+                for cache in case.caches
+            ]
+            found[name] = _timed(lambda calls=calls: graph_time(calls))
+        theirs = float("nan")
+        if peer is not None:
+            args = (case.table, case.visible, TOP_K * RATIO, RATIO, rows, out)
+            calls = [
+                lambda c=cache, a=args: peer.qsa_select_paged_decode(case.query, c, *a)
+                for cache in case.caches
+            ]
+            theirs = _timed(lambda calls=calls: graph_time(calls))
+        table.append(_row(f"decode {batch}x{rows} {context >> 10}K", found, theirs, size / 4.27e6))
+        print(table[-1], flush=True)
+
+
+def bench_prefill(peer, table: list[str]) -> None:
+    for rows, context in ((8192, 8192), (8192, 32768), (8192, 131072), (8192, 262144)):
+        case = Case(1, rows, context // RATIO)
+        out = case.out()
+        found = {}
+        for name, (tuning, workspace) in prefill_variants(case.blocks).items():
+
+            def call(tuning=tuning, workspace=workspace):
+                case.launch(out, tuning=tuning, workspace=workspace)
+
+            found[name] = _timed(lambda call=call: median(call))
+        theirs = float("nan")
+        if peer is not None:
+            start = torch.tensor([0, rows], device=DEVICE).int()
+            args = (case.table, start, case.visible, TOP_K * RATIO, RATIO, rows, out, context)
+
+            def stock(args=args):
+                peer.qsa_select_paged_prefill(case.query, case.caches[0], *args)
+
+            theirs = _timed(lambda stock=stock: median(stock))
+        floor = float(case.visible.float().sum()) * HEADS * DIM * 2 / 790e6
+        table.append(_row(f"prefill {rows} at {context >> 10}K", found, theirs, floor))
+        print(table[-1], flush=True)
+
+
+def median(call) -> float:
+    return do_bench(call, warmup=5, rep=40, return_mode="median") * 1e3
+
+
+def _row(name: str, found: dict[str, float], theirs: float, floor: float) -> str:
+    best = min((t for t in found.values() if t == t), default=float("nan"))
+    cells = " ".join(f"{label} {value:.1f}" for label, value in found.items())
+    return f"{name} | vllm {theirs:.1f} floor {floor:.1f} ratio {theirs / best:.2f} | {cells}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--peers", default=None)
+    parser.add_argument("--skip-checks", action="store_true")
+    parser.add_argument("--only", choices=("decode", "prefill"), default=None)
+    options = parser.parse_args()
+    if not options.skip_checks:
+        checks()
+    peer = None
+    if options.peers:
+        sys.path.insert(0, options.peers)
+        try:
+            import bench_vllm
+
+            peer = bench_vllm.qi
+        except Exception as error:
+            print("no peer:", type(error).__name__, str(error)[:300])
+    table: list[str] = []
+    for kind, bench in (("prefill", bench_prefill), ("decode", bench_decode)):
+        if options.only in (None, kind):
+            try:
+                bench(peer, table)
+            except Exception as error:
+                print("ERR", kind, type(error).__name__, str(error)[:500])
+    print("failures:", failures)
+    print("\n".join(table))
+
+
+if __name__ == "__main__":
+    main()
