@@ -9,7 +9,13 @@ from dataclasses import dataclass
 import torch
 
 from flash_qsa.cache.rings import require_ring_capacity, ring_capacity
-from flash_qsa.checks import E4M3_DTYPES, FLOAT_DTYPES, UnsupportedError, expect_positive
+from flash_qsa.checks import (
+    E4M3_DTYPES,
+    FLOAT_DTYPES,
+    UnsupportedError,
+    expect_contiguous_last,
+    expect_positive,
+)
 from flash_qsa.config import QSAConfig
 from flash_qsa.ops.compress_keys.ring_rows import ring_width
 from flash_qsa.ops.prepare.api import Caches
@@ -209,6 +215,7 @@ class CacheSpec:
                         f"layers[{index}].{name}: expected {dtype} {list(shape)}, "
                         f"got {tensor.dtype} {list(tensor.shape)}"
                     )
+                expect_contiguous_last(f"layers[{index}].{name}", tensor)
 
 
 def _expect(dtype: torch.dtype, name: str, allowed: Sequence[torch.dtype]) -> None:
