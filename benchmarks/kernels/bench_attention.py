@@ -41,23 +41,28 @@ PREFILL = {
             "fixed": True,
         },
     ),
-    "rows": Tuning(share=False),
-    "rows s7": Tuning(share=False, rows={"num_stages": 7}),
-    "rows n64": Tuning(share=False, rows={"block_n": 64, "num_stages": 4}),
+    "rows n32 s3": Tuning(share=False, rows={"num_stages": 3}),
+    "rows n32 s5": Tuning(share=False, rows={"num_stages": 5}),
+    "rows n16 s5": Tuning(share=False, rows={"num_stages": 5, "block_n": 16}),
+    "rows n64 s3": Tuning(share=False, rows={"num_stages": 3, "block_n": 64}),
+    "rows n64 w8": Tuning(share=False, rows={"num_stages": 3, "block_n": 64, "num_warps": 8}),
 }  # fmt: skip
 DECODE = {
     "default": Tuning(),
-    "s3": Tuning(rows={"num_stages": 3}),
-    "s7": Tuning(rows={"num_stages": 7}),
-    "n16 s7": Tuning(rows={"num_stages": 7, "block_n": 16}),
-    "n64 s4": Tuning(rows={"num_stages": 4, "block_n": 64}),
-    "n64 s7 w8": Tuning(rows={"num_stages": 7, "block_n": 64, "num_warps": 8}),
+    "n32 s5": Tuning(rows={"num_stages": 5}),
+    "n16 s5": Tuning(rows={"num_stages": 5, "block_n": 16}),
+    "n64 s3": Tuning(rows={"num_stages": 3, "block_n": 64}),
+    "n64 s5 w8": Tuning(rows={"num_stages": 5, "block_n": 64, "num_warps": 8}),
+    "x1.5 n32 s3": Tuning(split_factor=1.5),
+    "x2 n32 s3": Tuning(split_factor=2.0),
+    "x2 n16 s5": Tuning(split_factor=2.0, rows={"num_stages": 5, "block_n": 16}),
+    "x4 n16 s3": Tuning(split_factor=4.0, rows={"block_n": 16}),
 }
 VERIFY = {
     "default": Tuning(),
     "online": Tuning(union={"fixed": False}),
     "rows": Tuning(share=False),
-    "rows s7": Tuning(share=False, rows={"num_stages": 7}),
+    "rows n16 s5": Tuning(share=False, rows={"num_stages": 5, "block_n": 16}),
 }
 
 

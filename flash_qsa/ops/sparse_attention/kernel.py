@@ -25,6 +25,9 @@ from flash_qsa.targets import Target, device_target
 
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
+MAX_PROGRAMS = 32
+"""Programs a processor in the per-row schedule; more rows than that share a program's scratch."""
+
 PARTIALS_BYTES = 64 << 20
 """Deterministic splits are worked off in chunks of rows whose partials fit this."""
 
@@ -34,13 +37,15 @@ class Tuning:
     """Overrides for experiments and tests; None keeps the choice of `tiles`.
 
     `rows` and `union` are field overrides of RowTiles and UnionTiles. share=False forbids unions,
-    share=True allows them for any dtype; hopper=False forbids the sm_90 schedule.
+    share=True allows them for any dtype; hopper=False forbids the sm_90 schedule. split_factor
+    scales the number of splits.
     """
 
     rows: dict | None = None
     union: dict | None = None
     share: bool | None = None
     hopper: bool = True
+    split_factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -166,7 +171,9 @@ def launch(
         for first in range(segment.first_row, segment.end_row, chunk):
             part = Segment(first, min(first + chunk, segment.end_row), 1)
             partials = _partials(call, part, rows.splits)
-            _launch_rows(call, part, rows, 1, None, partials)
+            programs = (part.end_row - first) * call.keys.shape[1] * rows.splits
+            rows_per_program = triton.cdiv(programs, MAX_PROGRAMS * call.target.processors)
+            _launch_rows(call, part, rows, rows_per_program, None, partials)
             _launch_merge(call, part, rows.splits, partials)
 
 
@@ -238,8 +245,10 @@ def _choose_rows(call: _Call, segment: Segment, deterministic: bool, tuning: Tun
         call.target,
         deterministic,
     )
-    if tuning.rows:
-        rows = choices.split_ids(replace(rows, **tuning.rows), num_ids, call.ratio)
+    if tuning.rows or tuning.split_factor != 1.0:
+        rows = replace(rows, **(tuning.rows or {}))
+        splits = max(1, min(int(rows.splits * tuning.split_factor), choices.MAX_SPLITS))
+        rows = choices.split_ids(replace(rows, splits=splits), num_ids, call.ratio)
     return rows
 
 
@@ -269,6 +278,16 @@ def _launch_rows(
     tiles = triton.cdiv(segment.end_row - segment.first_row, rows_per_program)
     straddles = call.token_base is not None or page_size % call.ratio != 0
     width = choices.cell_width(call.ratio, straddles)
+    same = call.keys.stride()[:3] == call.values.stride()[:3]
+    list_size = max(rows.ids_per_split * call.ratio // width, 1)
+    strides = (*call.keys.stride()[:3], *call.values.stride()[:3])
+    align = 16 if all(stride % 16 == 0 for stride in strides) else 1
+    reach = max(call.keys.shape[0] * max(strides), 1) // align
+    lists = torch.empty(
+        tiles * kv_heads * rows.splits * list_size * (1 if same else 2),
+        dtype=torch.int32 if reach < 2**31 else torch.int64,
+        device=call.query.device,
+    )
     rows_kernel[(tiles, kv_heads, rows.splits)](
         call.query,
         call.keys,
@@ -282,6 +301,7 @@ def _launch_rows(
         call.or_dummy(call.gate),
         *call.scale_args,
         call.or_dummy(shared),
+        lists,
         call.out,
         call.or_dummy(call.lse),
         acc,
@@ -294,6 +314,7 @@ def _launch_rows(
         segment.end_row,
         call.block_ids.shape[1],
         rows.ids_per_split,
+        list_size,
         *call.page_table.shape,
         call.keys.shape[0],
         call.scale,
@@ -303,11 +324,13 @@ def _launch_rows(
         GROUP=heads // kv_heads,
         DIM=dim,
         BLOCK_M=max(16, choices.next_power(heads // kv_heads)),
-        BLOCK_N=max(rows.block_n, width),
+        BLOCK_N=rows.block_n,
         BLOCK_D=max(16, choices.next_power(dim)),
-        CHUNK=min(max(choices.next_power(rows.ids_per_split), 16), 1024),
+        CHUNK=min(max(choices.next_power(list_size), 16), 1024),
         ROWS=rows_per_program,
         SPLITS=rows.splits,
+        SAME=same,
+        ALIGN=align,
         COMPUTE=_TYPES[call.compute],
         FP8_BYTES=call.fp8_bytes,
         HAS_TAIL=call.tail_start is not None,

@@ -1,9 +1,11 @@
 """The per-row schedule: one program attends for one row, one KV head and one split of the blocks.
 
-A row's cells are its selected blocks, then its open group. A cell is WIDTH consecutive tokens of
-one page: a whole block, or a single token where blocks may straddle pages. Keys and values of a
-tile of cells are gathered and shared by the G query heads of the KV head, padded to 16 rows for the
-matrix units. The loop is bounded by the last valid id of the split; holes before it are masked.
+A program first lists the cells of its ids: a cell is WIDTH consecutive tokens of one page, a whole
+block or a single token where blocks may straddle pages; ids that are holes, not visible or without
+a page are left out. Then it attends the open group's tokens and the cells' tokens as one sequence.
+Keys and values of BLOCK_N tokens are gathered at a time and shared by the G query heads of the KV
+head, padded to 16 rows for the matrix units. Steps that hold tokens of the open group look their
+pages up and load under a mask; the others need no mask, because a list names readable cells only.
 
 With one split the program writes the gated output; otherwise FP32 partials for `kernel_merge`.
 Reads K and V of each attended token once a row: 2 · D elements a token and KV head.
@@ -18,7 +20,6 @@ from flash_qsa.ops.sparse_attention.primitives import (
     LOG2E,
     LOWEST,
     as_compute,
-    online_update,
     product,
     read_scale,
     store_result,
@@ -26,103 +27,95 @@ from flash_qsa.ops.sparse_attention.primitives import (
 
 
 @triton.jit
-def last_valid(ids_ptr, start, stop, limit, CHUNK: tl.constexpr):
-    """How many ids from `start` on reach up to the last one in 0 … limit - 1, before `stop`."""
-    count = 0
-    for chunk in range(start, stop, CHUNK):
-        at = chunk + tl.arange(0, CHUNK)
-        ids = tl.load(ids_ptr + at, mask=at < stop, other=-1)
-        reach = tl.where((ids >= 0) & (ids < limit), at + 1 - start, 0)
-        count = tl.maximum(count, tl.max(reach, 0))
-    return count
+def _find(page_row_ptr, place, wanted, num_columns, num_pages, PAGE: tl.constexpr):
+    """Page (int64), token of the page and existence of each wanted logical place."""
+    column = place // PAGE
+    inside = wanted & (place >= 0) & (column < num_columns)
+    page = tl.load(page_row_ptr + column, mask=inside, other=-1)
+    found = (page >= 0) & (page < num_pages)
+    return tl.where(found, page, 0).to(tl.int64), tl.where(found, place - column * PAGE, 0), found
 
 
 @triton.jit
-def _attend_row(
-    q,
-    k_ptr,
-    v_ptr,
+def _list_cells(
+    k_list,
+    v_list,
     ids_ptr,
     page_row_ptr,
     stride_k_p,
     stride_k_s,
     stride_v_p,
     stride_v_s,
-    first_id,
-    last_id,
+    num_ids,
+    limit,
+    base,
     num_columns,
     num_pages,
-    position,
-    tail_start,
-    base,
-    log2_scale,
-    takes_tail,
     RATIO: tl.constexpr,
     WIDTH: tl.constexpr,
     PAGE: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     CHUNK: tl.constexpr,
+    SAME: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """Writes the offsets of all readable cells of num_ids ids, in order; returns their number."""
+    PER_BLOCK: tl.constexpr = RATIO // WIDTH
+    count = 0
+    for start in range(0, num_ids * PER_BLOCK, CHUNK):
+        at = start + tl.arange(0, CHUNK)
+        ids = tl.load(ids_ptr + at // PER_BLOCK, mask=at < num_ids * PER_BLOCK, other=-1)
+        chosen = (ids >= 0) & (ids < limit)
+        place = tl.where(chosen, ids, 0) * RATIO + at % PER_BLOCK * WIDTH + base
+        page, token, found = _find(page_row_ptr, place, chosen, num_columns, num_pages, PAGE)
+        ones = tl.where(found, 1, 0)
+        rank = count + tl.cumsum(ones, 0) - ones
+        k_at = (page * stride_k_p + token * stride_k_s) // ALIGN
+        tl.store(k_list + rank, k_at.to(k_list.dtype.element_ty), mask=found)
+        if not SAME:
+            v_at = (page * stride_v_p + token * stride_v_s) // ALIGN
+            tl.store(v_list + rank, v_at.to(v_list.dtype.element_ty), mask=found)
+        count += tl.sum(ones, 0)
+    return count
+
+
+@triton.jit
+def _step(
+    q,
+    k_ptrs,
+    v_ptrs,
+    keep,
+    acc,
+    lanes,
+    peak,
+    log2_scale,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     COMPUTE: tl.constexpr,
     ACTIVATION: tl.constexpr,
     FP8_BYTES: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
-    """Unnormalised output, sum and peak of ids first_id … last_id - 1 and, maybe, the tail."""
-    CELLS: tl.constexpr = BLOCK_N // WIDTH
-    PER_BLOCK: tl.constexpr = RATIO // WIDTH
-    offs_w = tl.arange(0, WIDTH)
-    offs_d = tl.arange(0, BLOCK_D)
-
-    limit = tl.minimum(tail_start, position + 1) // RATIO
-    id_cells = last_valid(ids_ptr, first_id, last_id, limit, CHUNK) * PER_BLOCK
-    tail_cell = tail_start // WIDTH
-    tail_cells = tl.maximum(tl.cdiv(position + 1, WIDTH) - tail_cell, 0) * takes_tail
-    num_cells = id_cells + tail_cells
-
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    peak = tl.full([BLOCK_M], LOWEST, tl.float32)
-    for start in range(0, num_cells, CELLS):
-        cells = start + tl.arange(0, CELLS)
-        in_tail = cells >= id_cells
-        ids = tl.load(ids_ptr + first_id + cells // PER_BLOCK, mask=cells < id_cells, other=-1)
-        chosen = (ids >= 0) & (ids < limit)
-        token = tl.where(
-            in_tail,
-            (tail_cell + cells - id_cells) * WIDTH,
-            ids * RATIO + cells % PER_BLOCK * WIDTH,
-        )
-        present = tl.where(in_tail, cells < num_cells, chosen)
-        place = token + base
-        column = place // PAGE
-        inside = present & (place >= 0) & (column < num_columns)
-        page = tl.load(page_row_ptr + column, mask=inside, other=-1)
-        found = (page >= 0) & (page < num_pages)
-        page = tl.where(found, page, 0).to(tl.int64)
-        offset = tl.where(found, place - column * PAGE, 0)
-
-        # Masks [CELLS, WIDTH]: a tail cell may begin before the tail and end behind the row.
-        tokens = token[:, None] + offs_w[None, :]
-        lowest = tl.where(in_tail, tail_start, 0)
-        keep = found[:, None] & (tokens >= lowest[:, None]) & (tokens <= position)
-        if DIM == BLOCK_D:
-            keep_d = keep[:, :, None]
-        else:
-            keep_d = keep[:, :, None] & (offs_d < DIM)[None, None, :]
-        step = offs_w[None, :, None]
-        # [CELLS, WIDTH, BLOCK_D]
-        k_at = (page * stride_k_p + offset * stride_k_s)[:, None, None] + step * stride_k_s
-        k = tl.load(k_ptr + k_at + offs_d[None, None, :], mask=keep_d, other=0)
-        v_at = (page * stride_v_p + offset * stride_v_s)[:, None, None] + step * stride_v_s
-        v = tl.load(v_ptr + v_at + offs_d[None, None, :], mask=keep_d, other=0)
-        k = as_compute(tl.reshape(k, [BLOCK_N, BLOCK_D]), COMPUTE, FP8_BYTES)
-        v = as_compute(tl.reshape(v, [BLOCK_N, BLOCK_D]), COMPUTE, FP8_BYTES)
-        scores = product(q, tl.trans(k), COMPUTE) * log2_scale
-        scores = tl.where(tl.reshape(keep, [BLOCK_N])[None, :], scores, float("-inf"))
-        acc, total, peak = online_update(acc, total, peak, scores, v, COMPUTE, ACTIVATION)
-    return acc, total, peak
+    """Online softmax over BLOCK_N tokens; only those in `keep` [N] are read (with MASKED) and
+    attended."""
+    if MASKED:
+        k = tl.load(k_ptrs, mask=keep[:, None], other=0)
+        v = tl.load(v_ptrs, mask=keep[:, None], other=0)
+    else:
+        k = tl.load(k_ptrs)
+        v = tl.load(v_ptrs)
+    if DIM != BLOCK_D:
+        inside = (tl.arange(0, BLOCK_D) < DIM)[None, :]
+        k = tl.where(inside, k, tl.zeros_like(k))
+        v = tl.where(inside, v, tl.zeros_like(v))
+    k = as_compute(k, COMPUTE, FP8_BYTES)
+    v = as_compute(v, COMPUTE, FP8_BYTES)
+    scores = product(q, tl.trans(k), COMPUTE) * log2_scale
+    scores = tl.where(keep[None, :], scores, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_peak[:, None])
+    shrink = tl.exp2(peak - new_peak)[:, None]
+    acc = acc * shrink + product(weights.to(ACTIVATION).to(COMPUTE), v, COMPUTE)
+    return acc, lanes * shrink + weights, new_peak
 
 
 @triton.jit
@@ -140,6 +133,7 @@ def rows_kernel(
     k_scale_ptr,
     v_scale_ptr,
     shared_ptr,
+    lists_ptr,
     out_ptr,
     lse_ptr,
     acc_ptr,
@@ -164,6 +158,7 @@ def rows_kernel(
     end_row,
     num_ids,
     ids_per_split,
+    list_size,
     num_requests,
     num_columns,
     num_pages,
@@ -179,6 +174,8 @@ def rows_kernel(
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
+    SAME: tl.constexpr,
+    ALIGN: tl.constexpr,
     COMPUTE: tl.constexpr,
     FP8_BYTES: tl.constexpr,
     HAS_TAIL: tl.constexpr,
@@ -190,19 +187,33 @@ def rows_kernel(
     SKIP_SHARED: tl.constexpr,
 ):
     """Grid [ceil(rows / ROWS), Hkv, SPLITS]. With SKIP_SHARED, rows of a tile whose shared_ptr
-    entry is not zero were attended by the row-union schedule already."""
+    entry is not zero were attended by the row-union schedule already.
+
+    lists: int32 or int64 scratch, list_size cells a program; twice that unless K and V share
+    offsets (SAME). Offsets are in units of ALIGN elements, which divides every stride.
+    """
     kv_head = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     ACTIVATION: tl.constexpr = q_ptr.dtype.element_ty
+    SHIFT: tl.constexpr = WIDTH // 2 - WIDTH // 8  # log2, for 1, 2, 4 and 8
     offs_m = tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     heads = kv_head * GROUP + offs_m
     mask_m = offs_m < GROUP
     mask_d = offs_d < DIM
+    # Channels behind D are read from the row's last ones and zeroed afterwards.
+    read_d = offs_d if DIM == BLOCK_D else tl.minimum(offs_d, DIM - 1)
 
     log2_scale = scale * LOG2E
     if K_SCALE > 0:
         log2_scale = log2_scale * read_scale(k_scale_ptr, K_SCALE == 2)
+    k_head = k_ptr + kv_head * stride_k_h + read_d[None, :]
+    v_head = v_ptr + kv_head * stride_v_h + read_d[None, :]
+    program = (split * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
+    program = program * tl.num_programs(0) + tl.program_id(0)
+    k_list = lists_ptr + program * list_size * (1 if SAME else 2)
+    v_list = k_list if SAME else k_list + list_size
 
     begin = first_row + tl.program_id(0) * ROWS
     end = tl.minimum(begin + ROWS, end_row)
@@ -224,41 +235,80 @@ def rows_kernel(
         request = tl.where(known, request, 0)
         position = tl.where(known, position, -1)
         tail_start = tl.where(known, tail_start, 0)
+        page_row = table_ptr + request * stride_table_r
 
         q_at = row * stride_q_t + heads[:, None] * stride_q_h + offs_d[None, :]
         q = tl.load(q_ptr + q_at, mask=mask_m[:, None] & mask_d[None, :], other=0.0).to(COMPUTE)
+
         first_id = split * ids_per_split
-        acc, total, peak = _attend_row(
-            q,
-            k_ptr + kv_head * stride_k_h,
-            v_ptr + kv_head * stride_v_h,
-            ids_ptr + row * stride_ids_t,
-            table_ptr + request * stride_table_r,
+        if ROWS > 1:
+            tl.debug_barrier()
+        cells = _list_cells(
+            k_list,
+            v_list,
+            ids_ptr + row * stride_ids_t + first_id,
+            page_row,
             stride_k_p,
             stride_k_s,
             stride_v_p,
             stride_v_s,
-            first_id,
-            tl.minimum(first_id + ids_per_split, num_ids),
+            tl.minimum(first_id + ids_per_split, num_ids) - first_id,
+            tl.minimum(tail_start, position + 1) // RATIO,
+            base,
             num_columns,
             num_pages,
-            position,
-            tail_start,
-            base,
-            log2_scale,
-            tl.where(split == SPLITS - 1, 1, 0),
             RATIO,
             WIDTH,
             PAGE,
-            DIM,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_D,
             CHUNK,
-            COMPUTE,
-            ACTIVATION,
-            FP8_BYTES,
+            SAME,
+            ALIGN,
         )
+        tl.debug_barrier()
+
+        # The sequence: the open group (in the last split), then the cells' tokens.
+        tail = tl.maximum(position + 1 - tail_start, 0)
+        tail = tl.where(split == SPLITS - 1, tail, 0)
+        total_tokens = tail + cells * WIDTH
+        masked_end = (tl.maximum(tail, 1) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+        last_cell = tl.maximum(cells - 1, 0)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        # Sums stay apart by token lane until the end: no reduction in the loop.
+        lanes = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        peak = tl.full([BLOCK_M], LOWEST, tl.float32)
+        for start in tl.range(0, tl.minimum(masked_end, total_tokens), BLOCK_N, num_stages=1):
+            at = start + offs_n
+            page, token, found = _find(
+                page_row, tail_start + at + base, at < tail, num_columns, num_pages, PAGE
+            )
+            behind = tl.maximum(at - tail, 0)
+            listed = (at >= tail) & (at < total_tokens)
+            k_cell = tl.load(k_list + behind // WIDTH, mask=listed, other=0).to(tl.int64) * ALIGN
+            v_cell = k_cell
+            if not SAME:
+                v_cell = tl.load(v_list + behind // WIDTH, mask=listed, other=0)
+                v_cell = v_cell.to(tl.int64) * ALIGN
+            step_k = (behind % WIDTH).to(tl.int64) * stride_k_s
+            step_v = (behind % WIDTH).to(tl.int64) * stride_v_s
+            k_at = tl.where(listed, k_cell + step_k, page * stride_k_p + token * stride_k_s)
+            v_at = tl.where(listed, v_cell + step_v, page * stride_v_p + token * stride_v_s)
+            acc, lanes, peak = _step(
+                q, k_head + k_at[:, None], v_head + v_at[:, None], listed | found, acc, lanes,
+                peak, log2_scale, DIM, BLOCK_D, COMPUTE, ACTIVATION, FP8_BYTES, True,
+            )  # fmt: skip
+        for start in range(masked_end, total_tokens, BLOCK_N):
+            behind = start - tail + offs_n
+            cell = tl.minimum(behind >> SHIFT, last_cell)
+            k_cell = tl.load(k_list + cell).to(tl.int64) * ALIGN
+            v_cell = k_cell if SAME else tl.load(v_list + cell).to(tl.int64) * ALIGN
+            k_at = k_cell + (behind & (WIDTH - 1)) * stride_k_s
+            v_at = v_cell + (behind & (WIDTH - 1)) * stride_v_s
+            acc, lanes, peak = _step(
+                q, k_head + k_at[:, None], v_head + v_at[:, None], start + offs_n < total_tokens,
+                acc, lanes, peak, log2_scale, DIM, BLOCK_D, COMPUTE, ACTIVATION, FP8_BYTES, False,
+            )  # fmt: skip
+
+        total = tl.sum(lanes, 1)
         if V_SCALE > 0:
             acc = acc * read_scale(v_scale_ptr, V_SCALE == 2)
         if SPLITS == 1:

@@ -191,7 +191,7 @@ def choose_union(
         splits=splits,
         fixed=precise_exponent and splits == 1,
         capacity=-(-capacity // 64) * 64,
-        build_programs=min(tiles, 4 * target.processors),
+        build_programs=min(tiles, 8 * target.processors),
         build_warps=8,
     )
 
@@ -201,9 +201,8 @@ def choose_hopper(
 ) -> UnionTiles | None:
     """Tiles of the Hopper row-union schedule for long prefills, or None.
 
-    Its halves take as many rows as a 64-row wgmma tile holds, at most half of a 16-bit mask. Lists
-    may hold every row's own selection: sharing nothing still costs no more than the per-row
-    schedule there.
+    Its halves take as many rows as a 64-row wgmma tile holds, at most half of a 16-bit mask. A list
+    longer than 5.5 rows' own blocks costs more than the per-row schedule.
     """
     half = min(64 // group, MAX_SHARE // 2)
     rows = 2 * half
@@ -212,7 +211,7 @@ def choose_hopper(
         return None
     if segment.rows_per_request or tiles < target.processors:
         return None
-    capacity = -(-(rows * (num_ids + 1) + 3 * 64) // 64) * 64
+    capacity = min(rows * num_ids, num_ids * 11 // 2) + rows + 3 * 64
     return UnionTiles(
         rows=rows,
         block_m=64,
@@ -221,8 +220,8 @@ def choose_hopper(
         num_stages=2,
         splits=1,
         fixed=True,
-        capacity=capacity,
-        build_programs=min(tiles, 4 * target.processors),
+        capacity=-(-capacity // 64) * 64,
+        build_programs=min(tiles, 8 * target.processors),
         build_warps=8,
         half=half,
     )

@@ -1,0 +1,386 @@
+"""Checks, then times, prepare on one GPU against its byte floor.
+
+    python benchmarks/kernels/bench_prepare.py [--peers DIR] [--sweep]
+
+The check: query, index query, keys and compressed keys against float64 under a derived bound on
+sampled rows; gates, values and ring rows bit for bit; the same bits twice; nothing else written.
+A failed check is printed and the exit status says so. Times are medians in microseconds of graph
+replays over several buffers, more bytes than the L2 cache holds. With --peers, vLLM's fused kernel
+from that bundle runs between ours on the same inputs. --sweep adds other tile choices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import multiprocessing
+import statistics
+import sys
+import time
+
+import torch
+
+from flash_qsa.config import RopeConfig
+from flash_qsa.launches import record
+from flash_qsa.ops.compress_keys.ring_rows import position_offset, ring_width
+from flash_qsa.ops.fp8 import from_storage
+from flash_qsa.ops.prepare import kernel
+from flash_qsa.ops.prepare.api import Caches, Norms, Prepared
+from flash_qsa.ops.prepare.tiles import Tiles
+from flash_qsa.ops.rotary import RopeTable, canonical_positions
+from flash_qsa.targets import TARGETS, device_target
+from flash_qsa.testing.compare import within_bound
+from flash_qsa.testing.inputs import REAL, Shape, make_plan
+from flash_qsa.testing.steps import StepProblem, heads_truth, make_step, plan_to
+
+FLOOR_BYTES_PER_US = 4.27e6
+ROTATE_BYTES = 400 << 20
+ROPE = RopeConfig(theta=1e7, rotary_dim=64, max_positions=32_768, mrope_section=(11, 11, 10))
+CASES = {1: (1, 1), 128: (128, 1), 1024: (1, 1024), 8192: (1, 8192), 16384: (1, 16384)}
+"""rows: (requests, rows of each)."""
+KINDS = ((True, False), (False, False), (True, True))
+"""mRoPE or text, FP8 caches or not."""
+SWEEP = {
+    "q4 w4": Tiles(4, 2, 4, 4),
+    "q8 w4": Tiles(8, 2, 4, 4),
+    "q8 w2": Tiles(8, 2, 4, 2),
+    "q4 w2": Tiles(4, 2, 4, 2),
+    "q2 w1": Tiles(2, 2, 4, 1),
+    "q4 w1": Tiles(4, 2, 4, 1),
+    "q8 w8": Tiles(8, 2, 4, 8),
+    "q16 w4": Tiles(16, 2, 4, 4),
+    "q16 w8": Tiles(16, 2, 4, 8),
+}
+
+
+def make(requests: int, rows: int, device: str, mrope: bool, fp8: bool = False) -> StepProblem:
+    """A step of real head shapes; 40 tokens precede a request's rows, so that groups straddle."""
+    shape, before = REAL, 41
+    length = before + rows
+    pages = -(-length // shape.page_size)
+    real = device != "meta"
+    order = torch.randperm(requests * pages).int().view(requests, pages)
+    plan = make_plan([rows] * requests, [length] * requests, order, shape)
+    total = requests * rows
+
+    def draw(*sizes: int) -> torch.Tensor:
+        make = torch.randn if real else torch.empty
+        return make(*sizes, device=device, dtype=torch.bfloat16)
+
+    main_dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
+    width = ring_width(shape.index_dim, torch.bfloat16, True)
+    ring = draw(requests, shape.ring_capacity, 1, width)
+    if real:
+        at = position_offset(shape.index_dim, ring.dtype)
+        ring[..., at:].view(torch.int64).fill_(before // 4 * 4)
+    token = (before + torch.arange(rows)).repeat(requests)
+    positions = torch.stack((token, token - 3, token - 5)) if mrope else token
+    main = torch.full(
+        (requests * pages, shape.kv_heads, shape.page_size, 2 * shape.head_dim), 0.5, device=device
+    )
+    keys = torch.full(
+        (requests * pages, shape.page_size // shape.ratio, 1, shape.index_dim), 0.5, device=device
+    )
+    return StepProblem(
+        shape,
+        draw(total, 2 * (shape.heads + shape.kv_heads) * shape.head_dim),
+        draw(total, (shape.index_heads + 1) * shape.index_dim),
+        positions.to(device),
+        RopeTable.from_config(ROPE, torch.bfloat16, device),
+        Norms(
+            *(draw(dim) * 0.3 for dim in (shape.index_dim,) * 2 + (shape.head_dim,) * 2), eps=1e-6
+        ),
+        Caches(main.to(main_dtype), keys.to(main_dtype), ring),
+        plan_to(plan, device),
+        [],
+    )
+
+
+def outputs(problem: StepProblem) -> Prepared:
+    shape, rows = problem.shape, problem.plan.num_rows
+    main = problem.qkv.new_empty(rows, shape.heads, shape.head_dim)
+    index = torch.empty(
+        rows,
+        shape.index_heads,
+        shape.index_dim,
+        dtype=problem.caches.compressed.dtype,
+        device=main.device,
+    )
+    return Prepared(main, torch.empty_like(main), index)
+
+
+def launch(problem: StepProblem, out: Prepared, tiles: Tiles | None = None) -> None:
+    fp8 = problem.caches.main.dtype == torch.float8_e4m3fn
+    kernel.launch(
+        problem.qkv,
+        problem.index_qk,
+        canonical_positions(problem.positions),
+        problem.rope,
+        problem.norms,
+        problem.caches,
+        problem.plan,
+        0.5 if fp8 else None,
+        0.25 if fp8 else None,
+        out,
+        tiles,
+    )
+
+
+def check(problem: StepProblem) -> list[str]:
+    """Everything wrong with a launch; empty when nothing is."""
+    faults, plan, shape = [], problem.plan, problem.shape
+    out, first = outputs(problem), problem.clone_caches()
+    launch(problem, out)
+    torch.cuda.synchronize()
+    main, compressed, ring = problem.caches
+    rows = torch.unique(torch.linspace(0, plan.num_rows - 1, 64).long()).to(main.device)
+    at = canonical_positions(problem.positions)[rows]
+    qkv, index = problem.qkv[rows], problem.index_qk[rows]
+    width = shape.heads * 2 * shape.head_dim
+    query, gate = qkv[:, :width].unflatten(1, (shape.heads, -1)).chunk(2, -1)
+    key, value = qkv[:, width:].unflatten(1, (2, shape.kv_heads, -1)).unbind(1)
+    index_query = index[:, : -shape.index_dim].unflatten(1, (shape.index_heads, -1))
+    cells = plan.main_slots[rows]
+    stored = main[cells // shape.page_size, :, cells % shape.page_size]
+    stored_key, stored_value = from_storage(stored).chunk(2, -1)
+    for name, got, x, weight in (
+        ("query", out.query[rows], query, problem.norms.query),
+        (
+            "index query",
+            from_storage(out.index_query)[rows],
+            index_query,
+            problem.norms.index_query,
+        ),
+        ("key", stored_key, key, problem.norms.key),
+    ):
+        truth = heads_truth(x, weight, problem.norms.eps, problem.rope, at)
+        bound = truth.bound
+        if main.dtype == torch.float8_e4m3fn and name != "query":
+            unit = 0.5 if name == "key" else 1.0
+            got = got * unit
+            bound = bound + truth.out.abs() / 15 + unit * 2.0**-9
+        seen = within_bound(got, truth.out, bound)
+        if not seen.ok:
+            faults.append(f"{name}: {seen.worst_ratio:.2f} times its bound at {seen.where}")
+    if not torch.equal(out.gate[rows], gate):
+        faults.append("gate: bits differ")
+    if main.dtype == torch.bfloat16 and not torch.equal(stored_value.bfloat16(), value):
+        faults.append("value: bits differ")
+    again = outputs(problem)
+    again_problem = StepProblem(**{**problem.__dict__, "caches": first})
+    launch(again_problem, again)
+    for name, one, two in zip(["query", "gate", "index"], out, again):
+        if not torch.equal(one.view(torch.uint8), two.view(torch.uint8)):
+            faults.append(f"{name}: two runs differ")
+    for name, one, two in zip(["main", "compressed", "ring"], problem.caches, first):
+        if not torch.equal(one.view(torch.uint8), two.view(torch.uint8)):
+            faults.append(f"{name} cache: two runs differ")
+    return faults
+
+
+SMALL = Shape(heads=6, kv_heads=2, head_dim=48, index_heads=3, index_dim=32, page_size=16)
+SMALL_ROPE = RopeConfig(rotary_dim=16, max_positions=4096, mrope_section=(3, 3, 2))
+SMALL_KINDS = (
+    (torch.bfloat16, False),
+    (torch.bfloat16, True),
+    (torch.float16, True),
+    (torch.float32, False),
+)
+
+
+def small_step(dtype: torch.dtype, fp8: bool, device: str) -> tuple[StepProblem, dict]:
+    """A hostile step of mixed lengths with padding, and the options to run it with."""
+    problem = make_step(
+        [9, 7, 30, 4, 12, 80],
+        [1, 2, 17, 4, 12, 75],
+        SMALL,
+        dtype=dtype,
+        main_dtype=torch.uint8 if fp8 else None,
+        index_dtype=torch.uint8 if fp8 else None,
+        rope=SMALL_ROPE,
+        position_form="3d",
+        ring_positions=True,
+        padding=3,
+        device=device,
+    )
+    return problem, {"k_scale": 0.5, "v_scale": 0.25} if fp8 else {}
+
+
+def check_small() -> list[str]:
+    """Small hostile steps against the reference on the CPU."""
+    faults = []
+    for dtype, fp8 in SMALL_KINDS:
+        (there, scales), (here, _) = small_step(dtype, fp8, "cuda"), small_step(dtype, fp8, "cpu")
+        got = there.run(backend="triton", **scales)
+        want = here.run(backend="reference", **scales)
+        real = here.plan.num_tokens
+        pairs = [(a[:real], b[:real]) for a, b in zip(got, want)]
+        pairs += list(zip(there.caches, here.caches))
+        names = ("query", "gate", "index query", "main", "compressed", "ring")
+        unit = torch.finfo(dtype).eps
+        for name, (a, b) in zip(names, pairs):
+            a = a.cpu()
+            if a.dtype == torch.uint8:
+                # a rounding that FP32 sums decide otherwise may move a byte by one
+                share = (a != b).float().mean().item()
+                wrong, seen = share > 0.02, f"{share:.4f} of the bytes differ"
+            elif name in ("gate", "ring"):
+                integers = torch.int32 if a.element_size() == 4 else torch.int16
+                wrong, seen = not torch.equal(a.view(integers), b.view(integers)), "bits differ"
+            else:
+                error = (a.double() - b.double()).abs()
+                over = error > 2 * unit * b.double().abs() + 64 * unit * 2.0**-8
+                wrong = bool(over.any()) or not torch.equal(a.isnan(), b.isnan())
+                seen = f"error {error.nan_to_num().max():.2e}"
+            if wrong:
+                faults.append(f"{str(dtype)[6:]} {'fp8 ' if fp8 else ''}{name}: {seen}")
+    return faults
+
+
+def time_calls(calls: dict, reps: int = 15) -> dict[str, float]:
+    """Median microseconds of each named list of closures, interleaved graph replays."""
+    graphs = {}
+    for name, closures in calls.items():
+        for closure in closures:
+            closure()
+        torch.cuda.synchronize()
+        graphs[name] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[name]):
+            for closure in closures:
+                closure()
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for rep in range(reps + 2):
+        for name, graph in graphs.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            if rep >= 2:
+                times[name].append(start.elapsed_time(end) * 1e3 / len(calls[name]))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def step_bytes(problem: StepProblem) -> int:
+    """Bytes that a step must move: projections in, outputs and caches out, positions and plan."""
+    rows, shape = problem.plan.num_rows, problem.shape
+    cell = shape.kv_heads * 2 * shape.head_dim * problem.caches.main.element_size()
+    key = shape.index_dim * problem.caches.compressed.element_size()
+    read = 2 * (problem.qkv.shape[1] + problem.index_qk.shape[1]) + 24 + 32
+    written = 2 * 2 * shape.heads * shape.head_dim + cell + shape.index_heads * key
+    return rows * (read + written) + rows // shape.ratio * key
+
+
+def peer_call(problem: StepProblem):
+    """vLLM's fused kernel on the same inputs."""
+    from vllm.models.qwen4_exp.nvidia.ops.qsa_prepare import qsa_prepare
+
+    plan, shape, caches = problem.plan, problem.shape, problem.caches
+    heads = shape.index_heads * shape.index_dim
+    work = []
+    lens, starts = plan.seq_lens.tolist(), plan.query_start.tolist()
+    for request, length in enumerate(lens):
+        before = length - (starts[request + 1] - starts[request])
+        groups = length // shape.ratio - before // shape.ratio
+        work += [[request, group] for group in range(max(groups, 1))]
+    work = torch.tensor(work, dtype=torch.int32, device="cuda")
+    index_query = torch.empty(
+        plan.num_rows, shape.index_heads, shape.index_dim, device="cuda", dtype=torch.bfloat16
+    )
+
+    def call() -> None:
+        qsa_prepare(
+            problem.index_qk[:, :heads], problem.index_qk[:, heads:], problem.positions,
+            problem.rope.cos_sin, problem.norms.index_query, problem.norms.index_key,
+            problem.norms.eps, index_query, caches.ring, plan.ring_slots, plan.ring_table,
+            plan.query_start, plan.positions, caches.compressed, plan.compressed_slots, work,
+            compress_ratio=shape.ratio, mrope_section=ROPE.mrope_section,
+            rope_pos_offset=shape.index_dim, main_qkv=problem.qkv,
+            main_q_norm_weight=problem.norms.query, main_k_norm_weight=problem.norms.key,
+            main_eps=problem.norms.eps, main_kv_cache=caches.main.transpose(1, 2),
+            main_slot_mapping=plan.main_slots, main_k_scale=1.0, main_v_scale=1.0,
+        )  # fmt: skip
+
+    return call
+
+
+def compile_one(job: tuple) -> None:
+    """Compiles one variant into Triton's disk cache, in a process of its own."""
+    target, kind, *rest = job
+    with record(TARGETS.get(target, TARGETS["sm_90"])) as launches:
+        if kind == "small":
+            problem, scales = small_step(*rest, "meta")
+            problem.run(backend="triton", **scales)
+        else:
+            mrope, fp8, rows, tiles = rest
+            problem = make(1, rows, "meta", mrope, fp8)
+            launch(problem, outputs(problem), tiles)
+    launches[0].specialise(TARGETS.get(target, TARGETS["sm_90"])).compile()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--peers", help="bundle of vLLM's ops to time beside ours")
+    parser.add_argument("--sweep", action="store_true", help="time other tile choices too")
+    options = parser.parse_args()
+    began = time.time()
+    variants: dict[str, Tiles | None] = {"ours": None, **(SWEEP if options.sweep else {})}
+    target = device_target(torch.device("cuda")).name
+    jobs = [(target, "small", *kind) for kind in SMALL_KINDS]
+    jobs += [(target, "real", True, False, 256, tiles) for tiles in variants.values() if tiles]
+    for mrope, fp8 in KINDS:
+        jobs += [(target, "real", mrope, fp8, rows, None) for rows in (1, 256)]
+    with concurrent.futures.ProcessPoolExecutor(
+        14, mp_context=multiprocessing.get_context("spawn")
+    ) as pool:
+        list(pool.map(compile_one, jobs))
+    print(f"compiled in {time.time() - began:.0f} s", flush=True)
+    faults = [f"small: {fault}" for fault in check_small()]
+    for rows, (requests, each) in {**CASES, 37: (37, 1), 300: (3, 100)}.items():
+        for mrope, fp8 in KINDS:
+            name = f"{rows} rows, {'mrope' if mrope else 'text'}{', fp8' if fp8 else ''}"
+            found = check(make(requests, each, "cuda", mrope, fp8))
+            faults += [f"{name}: {fault}" for fault in found]
+    print(f"checked after {time.time() - began:.0f} s", flush=True)
+    peer = None
+    if options.peers:
+        sys.path.insert(0, options.peers)
+        peer = peer_call
+    table = []
+    for rows, (requests, each) in CASES.items():
+        problem = make(requests, each, "cuda", True)
+        copies = max(4, min(40, -(-ROTATE_BYTES // step_bytes(problem))))
+        if rows >= 8192:
+            copies = 2
+        problems = [problem] + [make(requests, each, "cuda", True) for _ in range(copies - 1)]
+        held = [outputs(one) for one in problems]
+        calls = {
+            name: [
+                lambda p=p, o=o, tiles=tiles: launch(p, o, tiles) for p, o in zip(problems, held)
+            ]
+            for name, tiles in variants.items()
+        }
+        text = [
+            StepProblem(**{**p.__dict__, "positions": p.positions[0].contiguous()})
+            for p in problems
+        ]
+        calls["ours, text"] = [lambda p=p, o=o: launch(p, o) for p, o in zip(text, held)]
+        if peer:
+            calls["vLLM"] = [peer(p) for p in problems]
+        floor = step_bytes(problem) / FLOOR_BYTES_PER_US
+        for name, micros in time_calls(calls).items():
+            table.append((rows, name, micros, floor))
+        del problems, problem, held, calls, text
+        torch.cuda.empty_cache()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {time.time() - began:.0f} s")
+    for fault in faults:
+        print("FAULT", fault)
+    print("correct" if not faults else f"{len(faults)} faults")
+    print(f"{'rows':>6} {'which':<12} {'µs':>8} {'floor':>8} {'ratio':>6}")
+    for rows, name, micros, floor in table:
+        print(f"{rows:>6} {name:<12} {micros:>8.1f} {floor:>8.1f} {micros / floor:>6.2f}")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
