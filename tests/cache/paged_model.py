@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from flash_qsa.cache import QSACache
+from flash_qsa.cache import QSACache, RequestSnapshot
 from flash_qsa.config import QSAConfig, RopeConfig
 from flash_qsa.ops import prepare, select_blocks, sparse_attention
 from flash_qsa.ops.compress_keys.ring_rows import unpack_positions
@@ -156,6 +156,10 @@ class PagedModel:
         kept = self.cache.fork(parent, child, length, **options)
         self.texts[child] = self.texts[parent].cut(kept, self.config.compress_ratio)
         return kept
+
+    def restore(self, request: object, saved: RequestSnapshot, text: Text) -> None:
+        self.cache.restore(request, saved)
+        self.texts[request] = text.cut(saved.length, self.config.compress_ratio)
 
     def free(self, request: object) -> None:
         self.cache.free(request)

@@ -149,10 +149,9 @@ class Scheduler:
         self.model.free(request)
         self.model.poison()
         try:
-            self.model.cache.restore(request, saved)
+            self.model.restore(request, saved, text)
         except CacheExhaustedError:
             return []
-        self.model.texts[request] = text
         return [request]
 
     def move(self) -> list:
