@@ -173,9 +173,11 @@ def compare(ours: Decoded, stock: Decoded, dtype: torch.dtype) -> Agreement:
     compared = min(len(ours.logits), len(stock.logits))
     if first is not None:
         compared = min(compared, chunks + first)
-    error, largest = 0.0, 0.0
-    for a, b in list(zip(ours.logits, stock.logits))[:compared]:
-        error = max(error, float((a - b).abs().max()))
-        largest = max(largest, float(b.abs().max()))
+    pairs = list(zip(ours.logits, stock.logits))[:compared]
+    error = largest = 0.0
+    if pairs:
+        a, b = (torch.stack(side).double() for side in zip(*pairs))
+        error = float((a - b).abs().max())  # NaN where either side has one
+        largest = float(b.abs().max())
     unit = 1e-5 if dtype == torch.float32 else 16 * torch.finfo(dtype).eps
     return Agreement(first is None, first, error, compared, unit * max(largest, 1.0))
