@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from functools import partial
 
 import torch
 from triton.testing import do_bench
@@ -40,9 +41,12 @@ def decode_variants(blocks: int) -> dict[str, dict]:
 
 def prefill_variants(blocks: int) -> dict[str, tuple[dict, int]]:
     """Tunings and workspaces to compare in prefill."""
-    found = {"default": ({}, 128 << 20), "512M": ({}, 512 << 20)}
-    found["w2"] = ({"select": {"num_warps": 2, "chunk": 64}}, 512 << 20)
-    found["w4"] = ({"select": {"num_warps": 4, "chunk": 128}}, 512 << 20)
+    big = 512 << 20
+    found = {"default": ({}, 128 << 20), "512M": ({}, big), "portable": ({"dense": None}, big)}
+    for pairs in (4, 16):
+        found[f"p{pairs}"] = ({"dense": {"pairs": pairs}}, big)
+    for warps in (1, 2, 4):
+        found[f"w{warps}"] = ({"select": {"num_warps": warps, "chunk": 64}}, big)
     return found
 
 
@@ -260,19 +264,16 @@ def bench_decode(peer, table: list[str]) -> None:
         out = case.out()
         found = {}
         for name, tuning in decode_variants(case.blocks).items():
-            calls = [
-                lambda c=cache, t=tuning: case.launch(out, cache=c, tuning=t)
-                for cache in case.caches
-            ]
-            found[name] = _timed(lambda calls=calls: graph_time(calls))
+            calls = [partial(case.launch, out, cache=c, tuning=tuning) for c in case.caches]
+            found[name] = _timed(partial(graph_time, calls))
         theirs = float("nan")
         if peer is not None:
             args = (case.table, case.visible, TOP_K * RATIO, RATIO, rows, out)
             calls = [
-                lambda c=cache, a=args: peer.qsa_select_paged_decode(case.query, c, *a)
+                partial(peer.qsa_select_paged_decode, case.query, cache, *args)
                 for cache in case.caches
             ]
-            theirs = _timed(lambda calls=calls: graph_time(calls))
+            theirs = _timed(partial(graph_time, calls))
         table.append(_row(f"decode {batch}x{rows} {context >> 10}K", found, theirs, size / 4.27e6))
         print(table[-1], flush=True)
 
@@ -283,20 +284,14 @@ def bench_prefill(peer, table: list[str]) -> None:
         out = case.out()
         found = {}
         for name, (tuning, workspace) in prefill_variants(case.blocks).items():
-
-            def call(tuning=tuning, workspace=workspace):
-                case.launch(out, tuning=tuning, workspace=workspace)
-
-            found[name] = _timed(lambda call=call: median(call))
+            call = partial(case.launch, out, tuning=tuning, workspace=workspace)
+            found[name] = _timed(partial(median, call))
         theirs = float("nan")
         if peer is not None:
             start = torch.tensor([0, rows], device=DEVICE).int()
             args = (case.table, start, case.visible, TOP_K * RATIO, RATIO, rows, out, context)
-
-            def stock(args=args):
-                peer.qsa_select_paged_prefill(case.query, case.caches[0], *args)
-
-            theirs = _timed(lambda stock=stock: median(stock))
+            stock = partial(peer.qsa_select_paged_prefill, case.query, case.caches[0], *args)
+            theirs = _timed(partial(median, stock))
         floor = float(case.visible.float().sum()) * HEADS * DIM * 2 / 790e6
         table.append(_row(f"prefill {rows} at {context >> 10}K", found, theirs, floor))
         print(table[-1], flush=True)

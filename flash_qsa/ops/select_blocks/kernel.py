@@ -17,14 +17,18 @@ from typing import Any
 import torch
 
 from flash_qsa.checks import UnsupportedError
+from flash_qsa.dispatch import interpreting
 from flash_qsa.ops.fp8 import is_fp8
 from flash_qsa.ops.select_blocks import tiles
+from flash_qsa.ops.select_blocks.kernel_dense import dense_score_kernel, gather_kernel
 from flash_qsa.ops.select_blocks.kernel_score import score_kernel
 from flash_qsa.ops.select_blocks.kernel_select import select_kernel
 from flash_qsa.plan import BatchPlan
 from flash_qsa.targets import Target, device_target
 
 ALIGNMENT = 128
+MAX_WORDS = 2**31 - 1
+"""Words that the prefill scorer addresses inside a workspace."""
 
 
 def launch(
@@ -61,18 +65,95 @@ def launch(
         step.select(select, 0, rows, None)
         return
     for phase in tuning.get("phases") or tiles.phases(rows, page_table.shape[0], plan):
-        select = tiles.choose_select(phase.end - phase.begin, width, top_k, target)
-        select = replace(select, **tuning.get("select", {}))
-        space = _Workspace(workspace, width, select, phase.end - phase.begin, out.device)
-        itemsize = tiles.product_bytes(query.dtype, target)
-        heads, dim = query.shape[1:]
-        for begin in range(phase.begin, phase.end, space.rows):
-            end = min(begin + space.rows, phase.end)
-            part = replace(phase, begin=begin, end=end)
-            score = tiles.choose_score(part, width, heads, dim, itemsize, target)
+        _run_phase(step, phase, plan, workspace, target, tuning)
+
+
+def _run_phase(
+    step: _Step,
+    phase: tiles.Phase,
+    plan: BatchPlan | None,
+    workspace: int | torch.Tensor,
+    target: Target,
+    tuning: dict[str, Any],
+) -> None:
+    rows = phase.end - phase.begin
+    shape = (step.width, *step.query.shape[1:], tiles.product_bytes(step.query.dtype, target))
+    dense = None if step.query.dtype == torch.uint8 else tiles.choose_dense(phase, *shape, target)
+    if dense is not None:
+        dense = replace(dense, **(tuning.get("dense") or {}))
+        keys = _GatheredKeys(step, dense, plan)
+        room = workspace if isinstance(workspace, int) else workspace.numel()
+        if 2 * keys.size > room or tuning.get("dense", True) is None:
+            dense = None
+    max_group = tiles.MAX_GROUP if dense is None else tiles.DENSE_MAX_GROUP
+    select = tiles.choose_select(rows, step.width, step.top_k, target, max_group)
+    select = replace(select, **tuning.get("select", {}))
+    space = _Workspace(
+        workspace, step.width, select, rows, step.out.device, 0 if dense is None else keys.size
+    )
+    if dense is not None:
+        keys.fill(step, space)
+    for begin in range(phase.begin, phase.end, space.rows):
+        end = min(begin + space.rows, phase.end)
+        if dense is not None:
+            step.score_dense(dense, select, begin, end, space, keys, target)
+        else:
+            score = tiles.choose_score(replace(phase, begin=begin, end=end), *shape, target)
             score = replace(score, **tuning.get("score", {}))
             step.score(score, select, begin, end, space, target)
-            step.select(select, begin, end, space)
+        step.select(select, begin, end, space)
+
+
+class _GatheredKeys:
+    """Contiguous compressed keys of the requests that prefill: [requests, width, DIM_PAD]."""
+
+    def __init__(self, step: _Step, dense: tiles.DenseTiles, plan: BatchPlan | None) -> None:
+        requests = step.page_table.shape[0]
+        self.begin = 0 if plan is None else min(plan.num_decodes, requests)
+        self.count = requests - self.begin
+        pair = 2 * tiles.BLOCK_N
+        self.padded = -(-step.width // pair) * pair
+        self.stride = self.padded * dense.dim_pad
+        self.dim_pad = dense.dim_pad
+        self.size = self.count * self.stride * step.query.element_size()
+        self.lengths = None if plan is None else plan.seq_lens
+        self.ratio = 1 if plan is None else plan.compress_ratio
+
+    def fill(self, step: _Step, space: _Workspace) -> None:
+        integers, nan_bits = _AS_INTEGERS[step.cache.dtype]
+        self.tensor = space.keys.view(step.cache.dtype)
+        cache, table = step.cache.view(integers), step.page_table
+        blocks = self.padded // tiles.BLOCK_N
+        gather_kernel[(blocks * self.count,)](
+            cache,
+            table,
+            table if self.lengths is None else self.lengths,
+            space.keys.view(integers),
+            cache.stride(0),
+            cache.stride(1),
+            table.stride(0),
+            self.stride,
+            self.begin,
+            step.width,
+            cache.shape[0],
+            table.shape[1],
+            blocks,
+            RATIO=self.ratio,
+            HAS_LENGTHS=self.lengths is not None,
+            HEAD_DIM=cache.shape[3],
+            DIM_PAD=self.dim_pad,
+            PAGE_BLOCKS=cache.shape[1],
+            BLOCK_N=tiles.BLOCK_N,
+            NAN_BITS=nan_bits,
+            num_warps=4,
+        )
+
+
+_AS_INTEGERS = {
+    torch.bfloat16: (torch.int16, 0x7FC0),
+    torch.float16: (torch.int16, 0x7E00),
+    torch.float8_e4m3fn: (torch.uint8, 0x7F),
+}
 
 
 def _storage(tensor: torch.Tensor, target: Target) -> torch.Tensor:
@@ -84,7 +165,10 @@ def _storage(tensor: torch.Tensor, target: Target) -> torch.Tensor:
 
 
 class _Workspace:
-    """Scores, group maxima and lists of as many rows as fit."""
+    """Scores, group maxima and lists of as many rows as fit, behind `keys_size` bytes of keys.
+
+    One spare row of scores and maxima takes what the prefill scorer writes for rows that need none.
+    """
 
     def __init__(
         self,
@@ -93,30 +177,33 @@ class _Workspace:
         select: tiles.SelectTiles,
         rows: int,
         device: torch.device,
+        keys_size: int = 0,
     ) -> None:
+        pair = 2 * tiles.BLOCK_N
         self.widths = (
-            -(-width // tiles.BLOCK_N) * tiles.BLOCK_N,
-            max(select.units, 16) if select.group > 1 else 0,
+            -(-width // pair) * pair,
+            -(-max(select.units, pair // select.group) // 16) * 16 if select.group > 1 else 0,
             select.scratch,
         )
         row_bytes = 4 * sum(self.widths)
         buffer = given if isinstance(given, torch.Tensor) else None
         skip = 0 if buffer is None else -buffer.data_ptr() % ALIGNMENT
-        room = (given if buffer is None else buffer.numel()) - skip
-        self.rows = min(rows, room // row_bytes)
+        room = (given if buffer is None else buffer.numel()) - skip - keys_size
+        fit = min(room // row_bytes, MAX_WORDS // max(self.widths)) - 1
+        self.rows = min(rows, fit)
         if self.rows < 1:
             raise ValueError(
-                f"workspace: rows of {width} blocks need {row_bytes + ALIGNMENT} bytes each, "
+                f"workspace: rows of {width} blocks need {2 * row_bytes + ALIGNMENT} bytes, "
                 f"got {room + skip}"
             )
         if self.rows < rows and self.rows > 64:
             self.rows -= self.rows % 64
-        size = self.rows * row_bytes
+        size = keys_size + (self.rows + 1) * row_bytes
         if buffer is None:
-            words = torch.empty(size // 4, dtype=torch.int32, device=device)
-        else:
-            words = buffer[skip : skip + size].view(torch.int32)
-        parts = words.split([self.rows * columns for columns in self.widths])
+            buffer = torch.empty(size, dtype=torch.uint8, device=device)
+        self.keys = buffer[skip : skip + keys_size]
+        words = buffer[skip + keys_size : skip + size].view(torch.int32)
+        parts = words.split([(self.rows + 1) * columns for columns in self.widths])
         self.scores, self.maxima, self.scratch = parts
 
 
@@ -180,6 +267,54 @@ class _Step:
             HAS_FIRST=self.has_first,
             STAGES=score.num_stages,
             num_warps=score.num_warps,
+            **options,
+        )
+
+    def score_dense(
+        self,
+        dense: tiles.DenseTiles,
+        select: tiles.SelectTiles,
+        begin: int,
+        end: int,
+        space: _Workspace,
+        keys: _GatheredKeys,
+        target: Target,
+    ) -> None:
+        query = self.query
+        options = {"matrix_instr_nonkdim": 16} if target.backend == "hip" else {}
+        splits = dense.splits(self.width)
+        dense_score_kernel[(-(-(end - begin) // dense.rows) * splits,)](
+            query,
+            keys.tensor,
+            self.request_ids,
+            self.visible,
+            self.first,
+            space.scores,
+            space.maxima if select.group > 1 else space.scores,
+            query.stride(0),
+            query.stride(1),
+            keys.stride,
+            space.widths[0],
+            space.widths[1],
+            begin,
+            end,
+            space.rows,
+            self.width,
+            keys.begin,
+            self.page_table.shape[0],
+            splits,
+            dense.pairs,
+            TOP_K=self.top_k,
+            HEADS=query.shape[1],
+            HEAD_DIM=query.shape[2],
+            HEADS_PAD=dense.heads_pad,
+            DIM_PAD=dense.dim_pad,
+            ROWS=dense.rows,
+            GROUP=select.group,
+            HAS_FIRST=self.has_first,
+            PTX=target.backend == "cuda" and not interpreting(),
+            STAGES=dense.num_stages,
+            num_warps=dense.num_warps,
             **options,
         )
 

@@ -133,7 +133,44 @@ def choose_score(
     return ScoreTiles(tile_rows, rows_pad, heads_pad, dim_pad, block_d, splits, 4, stages)
 
 
-def choose_select(rows: int, width: int, top_k: int, target: Target) -> SelectTiles:
+@dataclass(frozen=True)
+class DenseTiles:
+    """The prefill scorer: `rows` rows against `pairs` pairs of 64-key tiles a program."""
+
+    rows: int
+    heads_pad: int
+    dim_pad: int
+    pairs: int
+    num_warps: int
+    num_stages: int
+
+    def splits(self, width: int) -> int:
+        return -(-width // (2 * BLOCK_N * self.pairs))
+
+
+DENSE_MAX_GROUP = 32
+"""Its groups stay inside a warp."""
+
+
+def choose_dense(
+    phase: Phase, width: int, heads: int, dim: int, itemsize: int, target: Target
+) -> DenseTiles | None:
+    """Tiles of the prefill scorer, or None where it does not fit: little shared memory, FP32."""
+    heads_pad, dim_pad = max(2, power_of_two(heads)), max(32, power_of_two(dim))
+    if phase.decode or itemsize == 4 or width > DENSE_MAX_GROUP * MAX_UNITS:
+        return None
+    columns = 256
+    while columns >= 4 * heads_pad and columns >= 64:
+        held = (columns + 3 * BLOCK_N) * dim_pad * itemsize
+        if held <= target.shared_memory - (4 << 10):
+            return DenseTiles(columns // heads_pad, heads_pad, dim_pad, 8, 4, 3)
+        columns //= 2
+    return None
+
+
+def choose_select(
+    rows: int, width: int, top_k: int, target: Target, max_group: int = MAX_GROUP
+) -> SelectTiles:
     """Tiles of the selection for rows of up to `width` keys."""
     few = rows <= 2 * target.processors
     if width <= top_k:
@@ -146,8 +183,8 @@ def choose_select(rows: int, width: int, top_k: int, target: Target) -> SelectTi
         units = power_of_two(width)
         return SelectTiles(1, units, 0, 0, 0, _warps(units, few))
     limit, group = max(4096, 8 * top_k), 4
-    while group < MAX_GROUP and -(-width // group) > limit:
-        group *= 4
+    while group < max_group and -(-width // group) > limit:
+        group = min(4 * group, max_group)
     units = max(16, power_of_two(-(-width // group)))
     warps = _warps(max(units, survivors), few)
     return SelectTiles(group, units, slack, survivors, max(1, 512 * warps // group), warps)
