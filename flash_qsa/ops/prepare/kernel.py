@@ -23,10 +23,9 @@ from flash_qsa.ops.compress_keys.ring_rows import position_offset, stores_positi
 from flash_qsa.ops.device import (
     Groups,
     Heads,
-    Positions,
     Ring,
     Rope,
-    Table,
+    Turns,
     norm_and_rotate,
     pool_group,
     ring_position,
@@ -83,24 +82,11 @@ class Output(NamedTuple):
     stride_head: Any
 
 
-class Operands(NamedTuple):
-    """Everything the kernel reads and writes. A scale is None, a number, or a device tensor."""
+class Scales(NamedTuple):
+    """FP8 scales of K and V: None, a number, or a device tensor."""
 
-    qkv: Heads
-    index: Heads
-    keys: Heads
-    positions: Positions
-    table: Table
-    weights: Weights
-    plan: Plan
-    main: Cells
-    compressed: Cells
-    ring: Ring
-    query: Output
-    gate: Output
-    index_query: Output
-    k_scale: Any
-    v_scale: Any
+    k: Any
+    v: Any
 
 
 class Sizes(NamedTuple):
@@ -122,7 +108,7 @@ class Sizes(NamedTuple):
 
 
 @triton.jit
-def _rotated(io, row, src_ptr, head, HEADS, STRIDE, weight_ptr, DIM, BLOCK, ROPE: tl.constexpr):
+def _rotated(turns, row, src_ptr, head, HEADS, STRIDE, weight_ptr, eps, DIM, BLOCK, ROPE):
     """Normed and rotated heads [len(head), BLOCK] of one row: `head` of HEADS, STRIDE apart."""
     d = tl.arange(0, BLOCK)
     partner, _, _, rotates = rotary_channels(BLOCK, ROPE)
@@ -130,69 +116,80 @@ def _rotated(io, row, src_ptr, head, HEADS, STRIDE, weight_ptr, DIM, BLOCK, ROPE
     live = (head < HEADS)[:, None]
     x = tl.load(at + d[None, :], mask=live & (d < DIM)[None, :], other=0.0)
     partner_x = tl.load(at + partner[None, :], mask=live & rotates[None, :], other=0.0)
-    position = step_position(io.positions, row, tl.load(io.plan.request_ids + row) >= 0)
-    eps = io.weights.eps
+    position = step_position(turns, row, tl.load(turns.request_ids + row) >= 0)
     dtype: tl.constexpr = src_ptr.dtype.element_ty
     x, partner_x = x.to(tl.float32), partner_x.to(tl.float32)
-    return norm_and_rotate(x, partner_x, weight_ptr, eps, io.table, position, DIM, ROPE, dtype)
+    return norm_and_rotate(x, partner_x, weight_ptr, eps, turns, position, DIM, ROPE, dtype)
 
 
 @triton.jit
-def _queries_gates(io, row, first_head, HEADS_TILE: tl.constexpr, SIZES: tl.constexpr, ROPE):
+def _queries_gates(
+    qkv, turns, weights, queries, gates, row, first, TILE: tl.constexpr, SIZES: tl.constexpr, ROPE
+):
     """Normed and rotated query heads of a row, and their gates as they are."""
     DIM: tl.constexpr = SIZES.dim
     BLOCK: tl.constexpr = SIZES.block
     HEADS: tl.constexpr = SIZES.heads
-    head = first_head + tl.arange(0, HEADS_TILE)
+    head = first + tl.arange(0, TILE)
     d = tl.arange(0, BLOCK)
     mask = (head < HEADS)[:, None] & (d < DIM)[None, :]
-    src_ptr = io.qkv.ptr + row * io.qkv.stride
+    src_ptr = qkv.ptr + row * qkv.stride
     gate_at = src_ptr + (head * (2 * DIM) + DIM)[:, None] + d[None, :]
     gate = tl.load(gate_at, mask=mask, other=0.0)
-    weight_ptr = io.weights.query
-    query = _rotated(io, row, src_ptr, head, HEADS, 2 * DIM, weight_ptr, DIM, BLOCK, ROPE)
-    tl.store(_at(io.gate, row, head) + d[None, :], gate, mask=mask)
-    tl.store(_at(io.query, row, head) + d[None, :], query.to(gate.dtype), mask=mask)
+    weight_ptr = weights.query
+    query = _rotated(
+        turns, row, src_ptr, head, HEADS, 2 * DIM, weight_ptr, weights.eps, DIM, BLOCK, ROPE
+    )
+    tl.store(_at(gates, row, head) + d[None, :], gate, mask=mask)
+    tl.store(_at(queries, row, head) + d[None, :], query.to(gate.dtype), mask=mask)
 
 
 @triton.jit
-def _index_queries(io, row, first_head, HEADS_TILE: tl.constexpr, SIZES: tl.constexpr, ROPE):
+def _index_queries(
+    index, turns, weights, queries, row, first, TILE: tl.constexpr, SIZES: tl.constexpr, ROPE
+):
     """Normed and rotated index query heads of a row, in the compressed cache's dtype."""
     DIM: tl.constexpr = SIZES.index_dim
     BLOCK: tl.constexpr = SIZES.index_block
     HEADS: tl.constexpr = SIZES.index_heads
-    head = first_head + tl.arange(0, HEADS_TILE)
-    src_ptr = io.index.ptr + row * io.index.stride
-    weight_ptr = io.weights.index_query
-    query = _rotated(io, row, src_ptr, head, HEADS, DIM, weight_ptr, DIM, BLOCK, ROPE)
+    head = first + tl.arange(0, TILE)
+    src_ptr = index.ptr + row * index.stride
+    weight_ptr = weights.index_query
+    query = _rotated(
+        turns, row, src_ptr, head, HEADS, DIM, weight_ptr, weights.eps, DIM, BLOCK, ROPE
+    )
     d = tl.arange(0, BLOCK)
     mask = (head < HEADS)[:, None] & (d < DIM)[None, :]
     query = to_cache(query, SIZES.index_is_fp8, src_ptr.dtype.element_ty)
-    tl.store(_at(io.index_query, row, head) + d[None, :], query, mask=mask)
+    tl.store(_at(queries, row, head) + d[None, :], query, mask=mask)
 
 
 @triton.jit
-def _keys_values(io, row, first_head, HEADS_TILE: tl.constexpr, SIZES: tl.constexpr, ROPE):
+def _keys_values(
+    qkv, turns, weights, plan, main, scales, row, first, TILE: tl.constexpr, SIZES, ROPE
+):
     """Normed and rotated key heads of a row, and its value heads, to the main cache."""
     DIM: tl.constexpr = SIZES.dim
     BLOCK: tl.constexpr = SIZES.block
     HEADS: tl.constexpr = SIZES.kv_heads
-    dtype: tl.constexpr = io.qkv.ptr.dtype.element_ty
-    slot = tl.load(io.plan.main_slots + row)
-    inside = (slot >= 0) & (slot < io.main.count)
-    head = first_head + tl.arange(0, HEADS_TILE)
+    dtype: tl.constexpr = qkv.ptr.dtype.element_ty
+    slot = tl.load(plan.main_slots + row)
+    inside = (slot >= 0) & (slot < main.count)
+    head = first + tl.arange(0, TILE)
     d = tl.arange(0, BLOCK)
     mask = (head < tl.where(inside, HEADS, 0))[:, None] & (d < DIM)[None, :]
-    src_ptr = io.qkv.ptr + row * io.qkv.stride + 2 * SIZES.heads * DIM
+    src_ptr = qkv.ptr + row * qkv.stride + 2 * SIZES.heads * DIM
     value_at = src_ptr + (HEADS * DIM + head * DIM)[:, None] + d[None, :]
     value = tl.load(value_at, mask=mask, other=0.0).to(tl.float32)
-    key = _rotated(io, row, src_ptr, head, HEADS, DIM, io.weights.key, DIM, BLOCK, ROPE)
+    key = _rotated(
+        turns, row, src_ptr, head, HEADS, DIM, weights.key, weights.eps, DIM, BLOCK, ROPE
+    )
     K_SCALE: tl.constexpr = SIZES.k_scale
     V_SCALE: tl.constexpr = SIZES.v_scale
-    key = to_cache(_unscaled(key, io.k_scale, K_SCALE), SIZES.main_is_fp8, dtype)
-    value = to_cache(_unscaled(value, io.v_scale, V_SCALE), SIZES.main_is_fp8, dtype)
-    cell = slot // SIZES.page * io.main.stride_page + slot % SIZES.page * io.main.stride_row
-    at = io.main.ptr + cell + (head * io.main.stride_head)[:, None] + d[None, :]
+    key = to_cache(_unscaled(key, scales.k, K_SCALE), SIZES.main_is_fp8, dtype)
+    value = to_cache(_unscaled(value, scales.v, V_SCALE), SIZES.main_is_fp8, dtype)
+    cell = slot // SIZES.page * main.stride_page + slot % SIZES.page * main.stride_row
+    at = main.ptr + cell + (head * main.stride_head)[:, None] + d[None, :]
     tl.store(at, key, mask=mask)
     tl.store(at + DIM, value, mask=mask)
 
@@ -216,92 +213,145 @@ def _at(out, row, head):
 
 @triton.jit
 def _store_group(
-    io, group, position, cache_slot, SIZES: tl.constexpr, ROPE: tl.constexpr, GROUPS, HAS_RING
+    keys,
+    ring,
+    turns,
+    weights,
+    cache,
+    group,
+    position,
+    cache_slot,
+    SIZES: tl.constexpr,
+    ROPE,
+    GROUPS,
+    HAS_RING,
 ):
     """Pools a group, norms and rotates it at its first position, and stores the compressed key."""
     DIM: tl.constexpr = SIZES.index_dim
     PAGE: tl.constexpr = SIZES.page_groups
-    dtype: tl.constexpr = io.keys.ptr.dtype.element_ty
+    dtype: tl.constexpr = keys.ptr.dtype.element_ty
     d = tl.arange(0, SIZES.index_block)
     partner, _, _, rotates = rotary_channels(SIZES.index_block, ROPE)
     unread = (d >= DIM).to(tl.int32)[None, :]
-    pooled = pool_group(io.keys, io.ring, group, d[None, :], unread, GROUPS, HAS_RING)
+    pooled = pool_group(keys, ring, group, d[None, :], unread, GROUPS, HAS_RING)
     # pooled again from L1: the partners' registers belong to other lanes
     unread = 1 - rotates.to(tl.int32)[None, :]
-    partners = pool_group(io.keys, io.ring, group, partner[None, :], unread, GROUPS, HAS_RING)
-    weight_ptr = io.weights.index_key
-    eps = io.weights.eps
-    key = norm_and_rotate(pooled, partners, weight_ptr, eps, io.table, position, DIM, ROPE, dtype)
-    cell = cache_slot // PAGE * io.compressed.stride_page
-    cell += cache_slot % PAGE * io.compressed.stride_row
-    at = io.compressed.ptr + cell + d[None, :]
+    partners = pool_group(keys, ring, group, partner[None, :], unread, GROUPS, HAS_RING)
+    weight_ptr = weights.index_key
+    eps = weights.eps
+    key = norm_and_rotate(pooled, partners, weight_ptr, eps, turns, position, DIM, ROPE, dtype)
+    cell = cache_slot // PAGE * cache.stride_page
+    cell += cache_slot % PAGE * cache.stride_row
+    at = cache.ptr + cell + d[None, :]
     tl.store(at, to_cache(key, SIZES.index_is_fp8, dtype), mask=(d < DIM)[None, :])
 
 
 @triton.jit
-def _store_closed_group(io, row, requests, SIZES: tl.constexpr, ROPE, GROUPS: tl.constexpr):
+def _store_closed_group(
+    keys, ring, turns, weights, plan, cache, row, requests, SIZES, ROPE, GROUPS: tl.constexpr
+):
     """Stores the group that a row closes, if it lies wholly inside the step."""
-    cache_slot = tl.load(io.plan.compressed_slots + row)
-    last_position = tl.load(io.plan.positions + row)
-    request = tl.load(io.plan.request_ids + row)
+    cache_slot = tl.load(plan.compressed_slots + row)
+    last_position = tl.load(plan.positions + row)
+    request = tl.load(plan.request_ids + row)
     closes = (last_position >= 0) & ((last_position + 1) % GROUPS.ratio == 0)
-    closes = closes & (cache_slot >= 0) & (cache_slot < io.compressed.count)
+    closes = closes & (cache_slot >= 0) & (cache_slot < cache.count)
     if closes & (request >= 0) & (request < requests):
-        start = tl.load(io.plan.query_start + request)
-        end = tl.load(io.plan.query_start + request + 1)
-        first_here = (tl.load(io.plan.seq_lens + request) - (end - start)).to(tl.int64)
+        start = tl.load(plan.query_start + request)
+        end = tl.load(plan.query_start + request + 1)
+        first_here = (tl.load(plan.seq_lens + request) - (end - start)).to(tl.int64)
         if last_position - (GROUPS.ratio - 1) >= first_here:
-            position = step_position(io.positions, row - (GROUPS.ratio - 1), True)
+            position = step_position(turns, row - (GROUPS.ratio - 1), True)
             group = (row, last_position, first_here, row)
-            _store_group(io, group, position, cache_slot, SIZES, ROPE, GROUPS, False)
+            _store_group(
+                keys,
+                ring,
+                turns,
+                weights,
+                cache,
+                group,
+                position,
+                cache_slot,
+                SIZES,
+                ROPE,
+                GROUPS,
+                False,
+            )
 
 
 @triton.jit
-def _store_open_group(io, request, start, end, first_here, SIZES, ROPE, GROUPS: tl.constexpr):
+def _store_open_group(
+    keys,
+    ring,
+    turns,
+    weights,
+    plan,
+    cache,
+    request,
+    start,
+    end,
+    first_here,
+    SIZES,
+    ROPE,
+    GROUPS: tl.constexpr,
+):
     """Stores the group that earlier steps left open, if this step closes it."""
-    slot = tl.load(io.plan.ring_table + request * io.plan.ring_table_stride).to(tl.int64)
+    slot = tl.load(plan.ring_table + request * plan.ring_table_stride).to(tl.int64)
     first_position = (first_here // GROUPS.ratio * GROUPS.ratio).to(tl.int64)
     last_position = first_position + (GROUPS.ratio - 1)
     last_row = start + last_position - first_here
     closes = (first_here > 0) & (first_here % GROUPS.ratio != 0) & (last_row < end)
-    if closes & (slot >= 0) & (slot < io.ring.slots):
-        cache_slot = tl.load(io.plan.compressed_slots + last_row)
-        if (cache_slot >= 0) & (cache_slot < io.compressed.count):
+    if closes & (slot >= 0) & (slot < ring.slots):
+        cache_slot = tl.load(plan.compressed_slots + last_row)
+        if (cache_slot >= 0) & (cache_slot < cache.count):
             pos_t = first_position
             pos_h = first_position
             pos_w = first_position
             if GROUPS.has_positions:
-                pos_t = ring_position(io.ring, slot, first_position, 0, GROUPS)
-                pos_h = ring_position(io.ring, slot, first_position, 1, GROUPS)
-                pos_w = ring_position(io.ring, slot, first_position, 2, GROUPS)
+                pos_t = ring_position(ring, slot, first_position, 0, GROUPS)
+                pos_h = ring_position(ring, slot, first_position, 1, GROUPS)
+                pos_w = ring_position(ring, slot, first_position, 2, GROUPS)
             group = (last_row, last_position, first_here.to(tl.int64), slot)
             position = (pos_t, pos_h, pos_w)
-            _store_group(io, group, position, cache_slot, SIZES, ROPE, GROUPS, True)
+            _store_group(
+                keys,
+                ring,
+                turns,
+                weights,
+                cache,
+                group,
+                position,
+                cache_slot,
+                SIZES,
+                ROPE,
+                GROUPS,
+                True,
+            )
 
 
 @triton.jit
-def _commit_ring(io, start, end, GROUPS: tl.constexpr):
+def _commit_ring(keys, ring, turns, plan, start, end, GROUPS: tl.constexpr):
     """Copies the raw keys, and exact positions, of a request's last rows to its ring."""
     CAPACITY: tl.constexpr = GROUPS.capacity
-    element: tl.constexpr = io.ring.ptr.dtype.element_ty
+    element: tl.constexpr = ring.ptr.dtype.element_ty
     BITS: tl.constexpr = element.primitive_bitwidth
     PIECES: tl.constexpr = 64 // BITS
     d = tl.arange(0, GROUPS.block)
     piece = tl.arange(0, 16)
     for base in range(tl.maximum(start, end - CAPACITY), end, 8):
         row = (base + tl.arange(0, 8)).to(tl.int64)
-        slot = tl.load(io.plan.ring_slots + row, mask=row < end, other=-1)
-        live = (slot >= 0) & (slot // CAPACITY < io.ring.slots)
-        cell = slot // CAPACITY * io.ring.stride_slot + slot % CAPACITY * io.ring.stride_row
-        at = io.ring.ptr + cell[:, None]
-        source = io.keys.ptr + (row * io.keys.stride)[:, None] + d[None, :]
+        slot = tl.load(plan.ring_slots + row, mask=row < end, other=-1)
+        live = (slot >= 0) & (slot // CAPACITY < ring.slots)
+        cell = slot // CAPACITY * ring.stride_slot + slot % CAPACITY * ring.stride_row
+        at = ring.ptr + cell[:, None]
+        source = keys.ptr + (row * keys.stride)[:, None] + d[None, :]
         key = tl.load(source, mask=live[:, None] & (d < GROUPS.dim)[None, :], other=0.0)
         mask = live[:, None] & (d < GROUPS.position_at)[None, :]
         tl.store(at + d[None, :], key.to(element, bitcast=True), mask=mask)
         if GROUPS.has_positions:
             mask = live[:, None] & (piece < 3 * PIECES)[None, :]
-            axis = piece // PIECES * io.positions.stride_axis
-            source = io.positions.ptr + (row * io.positions.stride_row)[:, None] + axis[None, :]
+            axis = piece // PIECES * turns.stride_axis
+            source = turns.positions + (row * turns.stride_row)[:, None] + axis[None, :]
             value = tl.load(source, mask=mask, other=0)
             part = value >> (piece % PIECES * BITS).to(tl.int64)[None, :]
             tl.store(at + (GROUPS.position_at + piece)[None, :], part.to(element), mask=mask)
@@ -309,7 +359,19 @@ def _commit_ring(io, start, end, GROUPS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "requests"])
 def _prepare_kernel(
-    io,
+    qkv,
+    index,
+    keys,
+    turns,
+    weights,
+    plan,
+    main,
+    compressed,
+    ring,
+    query_out,
+    gate_out,
+    index_out,
+    scales,
     rows,
     requests,
     SIZES: tl.constexpr,
@@ -320,31 +382,62 @@ def _prepare_kernel(
 ):
     pid = tl.program_id(0)
     if pid < requests:
-        start = tl.load(io.plan.query_start + pid)
-        end = tl.load(io.plan.query_start + pid + 1)
-        first_here = tl.load(io.plan.seq_lens + pid) - (end - start)
+        start = tl.load(plan.query_start + pid)
+        end = tl.load(plan.query_start + pid + 1)
+        first_here = tl.load(plan.seq_lens + pid) - (end - start)
         end = tl.minimum(end, rows)
-        _store_open_group(io, pid.to(tl.int64), start, end, first_here, SIZES, ROPE, GROUPS)
+        _store_open_group(
+            keys,
+            ring,
+            turns,
+            weights,
+            plan,
+            compressed,
+            pid.to(tl.int64),
+            start,
+            end,
+            first_here,
+            SIZES,
+            ROPE,
+            GROUPS,
+        )
         # every lane has read its ring rows before any lane overwrites them
         tl.debug_barrier()
-        _commit_ring(io, start, end, GROUPS)
+        _commit_ring(keys, ring, turns, plan, start, end, GROUPS)
     else:
-        QUERY_TILE: tl.constexpr = TILES.query_heads
-        KV_TILE: tl.constexpr = TILES.kv_heads
-        INDEX_TILE: tl.constexpr = TILES.index_heads
+        QUERIES: tl.constexpr = TILES.query_heads
+        KEYS: tl.constexpr = TILES.kv_heads
+        INDEX: tl.constexpr = TILES.index_heads
         KV_HEADS: tl.constexpr = SIZES.kv_heads
         INDEX_HEADS: tl.constexpr = SIZES.index_heads
-        PARTS: tl.constexpr = tl.cdiv(SIZES.heads, QUERY_TILE) + 1
+        PARTS: tl.constexpr = tl.cdiv(SIZES.heads, QUERIES) + 1
         row = ((pid - requests) // PARTS).to(tl.int64)
         part = (pid - requests) % PARTS
         if part > 0:
-            _queries_gates(io, row, (part - 1) * QUERY_TILE, QUERY_TILE, SIZES, STEP_ROPE)
+            first = (part - 1) * QUERIES
+            _queries_gates(
+                qkv, turns, weights, query_out, gate_out, row, first, QUERIES, SIZES, STEP_ROPE
+            )
         else:
-            for first in tl.static_range(0, KV_HEADS, KV_TILE):
-                _keys_values(io, row, first, KV_TILE, SIZES, STEP_ROPE)
-            for first in tl.static_range(0, INDEX_HEADS, INDEX_TILE):
-                _index_queries(io, row, first, INDEX_TILE, SIZES, STEP_ROPE)
-            _store_closed_group(io, row, requests, SIZES, STEP_ROPE, GROUPS)
+            for head in tl.static_range(0, KV_HEADS, KEYS):
+                _keys_values(
+                    qkv, turns, weights, plan, main, scales, row, head, KEYS, SIZES, STEP_ROPE
+                )
+            for head in tl.static_range(0, INDEX_HEADS, INDEX):
+                _index_queries(index, turns, weights, index_out, row, head, INDEX, SIZES, STEP_ROPE)
+            _store_closed_group(
+                keys,
+                ring,
+                turns,
+                weights,
+                plan,
+                compressed,
+                row,
+                requests,
+                SIZES,
+                STEP_ROPE,
+                GROUPS,
+            )
 
 
 def launch(
@@ -378,7 +471,8 @@ def launch(
     step_turn = turn._replace(axes="one") if positions.stride(2) == 0 else turn
     parts = triton.cdiv(heads, tiles.query_heads) + 1
     _prepare_kernel[(requests + rows * parts,)](
-        _operands(qkv, index_qk, positions, rope, norms, caches, plan, k_scale, v_scale, out),
+        *_operands(qkv, index_qk, positions, rope, norms, caches, plan, out),
+        Scales(k_scale, v_scale),
         rows,
         requests,
         SIZES=Sizes(
@@ -418,45 +512,44 @@ def _operands(
     norms: Norms,
     caches: Caches,
     plan: BatchPlan,
-    k_scale: float | torch.Tensor | None,
-    v_scale: float | torch.Tensor | None,
     out: Prepared,
-) -> Operands:
+) -> tuple:
+    """The kernel's operands up to `scales`, in its order."""
     main, compressed = as_bytes(caches.main), as_bytes(caches.compressed)
     index_query = as_bytes(out.index_query)
     ring = caches.ring.view(torch.int32 if qkv.element_size() == 4 else torch.int16)
     keys = index_qk[:, index_query.shape[1] * index_query.shape[2] :]
-    table = rope.cos_sin
-    return Operands(
+    table, request_ids = rope.cos_sin, plan.request_ids.contiguous()
+    main_cells, key_cells = main.shape[0] * main.shape[2], compressed.shape[0] * compressed.shape[1]
+    return (
         Heads(qkv, qkv.stride(0)),
         Heads(index_qk, index_qk.stride(0)),
         Heads(keys, keys.stride(0)),
-        Positions(positions, positions.stride(0), positions.stride(2)),
-        Table(table, table.stride(0), table.shape[0]),
+        Turns(
+            positions,
+            positions.stride(0),
+            positions.stride(2),
+            request_ids,
+            table,
+            table.stride(0),
+            table.shape[0],
+        ),
         Weights(norms.index_query, norms.index_key, norms.query, norms.key, norms.eps),
         Plan(
             plan.query_start.contiguous(),
             plan.seq_lens.contiguous(),
             plan.ring_table,
             plan.ring_table.stride(0),
-            plan.request_ids.contiguous(),
+            request_ids,
             plan.positions.contiguous(),
             plan.main_slots.contiguous(),
             plan.compressed_slots.contiguous(),
             plan.ring_slots.contiguous(),
         ),
-        Cells(main, main.stride(0), main.stride(2), main.stride(1), main.shape[0] * main.shape[2]),
-        Cells(
-            compressed,
-            compressed.stride(0),
-            compressed.stride(1),
-            0,
-            compressed.shape[0] * compressed.shape[1],
-        ),
+        Cells(main, main.stride(0), main.stride(2), main.stride(1), main_cells),
+        Cells(compressed, compressed.stride(0), compressed.stride(1), 0, key_cells),
         Ring(ring, ring.stride(0), ring.stride(1), ring.shape[0]),
         Output(out.query, out.query.stride(0), out.query.stride(1)),
         Output(out.gate, out.gate.stride(0), out.gate.stride(1)),
         Output(index_query, index_query.stride(0), index_query.stride(1)),
-        k_scale,
-        v_scale,
     )
