@@ -48,6 +48,7 @@ class Engine:
         dtype: torch.dtype = torch.float32,
         main_dtype: torch.dtype | None = None,
         index_dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
         per_request = -(-max_tokens // page_size)
         self.spec = CacheSpec.from_config(
@@ -62,7 +63,8 @@ class Engine:
             draft_tokens=draft_tokens,
             num_kv_heads=kv_heads,
         )
-        (state,) = self.spec.allocate("cpu")
+        self.device = device
+        (state,) = self.spec.allocate(device)
         self.caches = Caches(*(poison(tensor) for tensor in state))
         order = torch.randperm(self.spec.num_pages).tolist()
         self.pages = [order[i * per_request : (i + 1) * per_request] for i in range(requests)]
@@ -72,6 +74,7 @@ class Engine:
 
     def plan(self, rows: dict[int, int], padding: int = 0, **options) -> BatchPlan:
         """A step of `rows` new tokens a request, in the given order; the lengths advance."""
+        options = {"num_rows": sum(rows.values()) + padding, "device": self.device, **options}
         for request, count in rows.items():
             self.lengths[request] += count
         return build_plan(
@@ -83,7 +86,6 @@ class Engine:
             page_size=self.spec.page_size,
             ring_capacity=self.spec.ring_capacity,
             draft_tokens=self.draft_tokens,
-            num_rows=sum(rows.values()) + padding,
             **options,
         )
 
