@@ -37,7 +37,7 @@ def steps(backend: str, **options) -> tuple[list[torch.Tensor], Engine, QSAAtten
         for rows, reuse in (
             ({0: 21}, False),
             ({0: 1, 1: 5}, False),
-            ({0: 1, 1: 1}, True),  # rows of other tokens, to show that they stay as they are
+            ({0: 1, 1: 1}, True),
         ):
             spans = {r: slice(engine.lengths[r], engine.lengths[r] + n) for r, n in rows.items()}
             x = torch.cat([hidden[r, span] for r, span in spans.items()])
