@@ -12,6 +12,8 @@ loads them). The last lines are the table.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
 import sys
 import time
 from functools import partial
@@ -19,12 +21,16 @@ from functools import partial
 import torch
 from triton.testing import do_bench
 
+from flash_qsa.launches import record
 from flash_qsa.ops.select_blocks import kernel, reference
 from flash_qsa.ops.select_blocks.tiles import Phase
+from flash_qsa.targets import TARGETS
 from flash_qsa.testing.compare import selection_faults, true_scores
 
 HEADS, DIM, RATIO, PAGE_BLOCKS, TOP_K = 4, 128, 4, 16, 512
 DEVICE = "cuda"
+dry: list | None = None
+"""Launches are recorded here instead of performed while kernels are compiled beforehand."""
 
 
 def decode_variants(blocks: int) -> dict[str, dict]:
@@ -82,7 +88,12 @@ class Case:
     def launch(self, out, cache=None, tuning=None, workspace=128 << 20, first=None):
         cache = self.caches[0] if cache is None else cache
         args = (self.query, cache, self.table, self.request_ids, self.visible, first, None)
-        kernel.launch(*args, workspace, out, tuning=tuning)
+        if dry is None:
+            kernel.launch(*args, workspace, out, tuning=tuning)
+            return out
+        with record("sm_90") as launches:
+            kernel.launch(*args, workspace, out, tuning=tuning)
+        dry.extend(launches)
         return out
 
     def out(self, top_k: int = TOP_K) -> torch.Tensor:
@@ -109,6 +120,9 @@ def fail(name: str, text: str) -> None:
 
 
 def check(name: str, case: Case, top_k: int = TOP_K, exact: bool = False, **options) -> None:
+    if dry is not None:
+        case.launch(case.out(top_k), **options)
+        return
     try:
         got = case.launch(case.out(top_k), **options)
         again = case.launch(case.out(top_k), **options)
@@ -190,7 +204,8 @@ def checks() -> None:
     check("heads-16-dim-64", Case(2, 20, 5000, kind="integers", heads=16, dim=64), exact=True)
     for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float32):
         consistency(dtype)
-    print(f"checks: {len(failures)} failures, {time.time() - begun:.0f} s", flush=True)
+    if dry is None:
+        print(f"checks: {len(failures)} failures, {time.time() - begun:.0f} s", flush=True)
 
 
 def consistency(dtype: torch.dtype) -> None:
@@ -199,9 +214,11 @@ def consistency(dtype: torch.dtype) -> None:
     together = case.launch(case.out())
     for query_len in (1, 4):
         split = case.launch(case.out(), tuning={"phases": [Phase(0, 192, True, query_len)]})
-        rows = (split != together).any(1).sum().item()
+        rows = 0 if dry is not None else (split != together).any(1).sum().item()
         if rows:
             fail(f"schedules-{dtype}-{query_len}", f"{rows} of 192 rows differ")
+    if dry is not None:
+        return
     order = torch.randperm(case.caches[0].shape[0], device=DEVICE)
     moved = torch.empty_like(case.caches[0])
     moved.view(torch.uint8)[order] = case.caches[0].view(torch.uint8)
@@ -211,7 +228,41 @@ def consistency(dtype: torch.dtype) -> None:
         fail(f"pages-{dtype}", "another page order changes the selection")
 
 
+def compile_all(options: argparse.Namespace) -> None:
+    """Compiles what the run will launch, in forked processes, before CUDA is initialised."""
+    global dry, DEVICE, compiling
+    begun = time.time()
+    dry, DEVICE = [], "meta"
+    if not options.skip_checks:
+        checks()
+    for kind, bench in (("prefill", bench_prefill), ("decode", bench_decode)):
+        if options.only in (None, kind):
+            bench(None, [])
+    distinct = {launch.specialise(TARGETS["sm_90"]).key: launch for launch in dry}
+    compiling = list(distinct.values())
+    dry, DEVICE = None, "cuda"
+    with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
+        for error in pool.imap_unordered(_compile, range(len(compiling))):
+            if error:
+                print("does not compile:", error, flush=True)
+    print(f"compiled {len(compiling)} kernels in {time.time() - begun:.0f} s", flush=True)
+
+
+compiling: list = []
+
+
+def _compile(index: int) -> str:
+    try:
+        compiling[index].specialise(TARGETS["sm_90"]).compile()
+    except Exception as error:
+        return f"{compiling[index].name} {type(error).__name__} {str(error)[-300:]}"
+    return ""
+
+
 def graph_time(calls: list, repeats: int = 15) -> float:
+    if dry is not None:
+        calls[0]()
+        return 1.0
     for call in calls:
         call()
     torch.cuda.synchronize()
@@ -275,7 +326,8 @@ def bench_decode(peer, table: list[str]) -> None:
             ]
             theirs = _timed(partial(graph_time, calls))
         table.append(_row(f"decode {batch}x{rows} {context >> 10}K", found, theirs, size / 4.27e6))
-        print(table[-1], flush=True)
+        if dry is None:
+            print(table[-1], flush=True)
 
 
 def bench_prefill(peer, table: list[str]) -> None:
@@ -292,12 +344,17 @@ def bench_prefill(peer, table: list[str]) -> None:
             args = (case.table, start, case.visible, TOP_K * RATIO, RATIO, rows, out, context)
             stock = partial(peer.qsa_select_paged_prefill, case.query, case.caches[0], *args)
             theirs = _timed(partial(median, stock))
-        floor = float(case.visible.float().sum()) * HEADS * DIM * 2 / 790e6
+        visible = 0.0 if dry is not None else float(case.visible.float().sum())
+        floor = visible * HEADS * DIM * 2 / 790e6
         table.append(_row(f"prefill {rows} at {context >> 10}K", found, theirs, floor))
-        print(table[-1], flush=True)
+        if dry is None:
+            print(table[-1], flush=True)
 
 
 def median(call) -> float:
+    if dry is not None:
+        call()
+        return 1.0
     return do_bench(call, warmup=5, rep=40, return_mode="median") * 1e3
 
 
@@ -313,6 +370,7 @@ def main() -> None:
     parser.add_argument("--skip-checks", action="store_true")
     parser.add_argument("--only", choices=("decode", "prefill"), default=None)
     options = parser.parse_args()
+    compile_all(options)
     if not options.skip_checks:
         checks()
     peer = None
