@@ -50,6 +50,9 @@ def bench(
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
     backend: Annotated[str, typer.Option(help="auto, reference or triton.")] = "auto",
     repeats: Annotated[int, typer.Option(min=1, help="Timed rounds; peers take turns.")] = 20,
+    peers: Annotated[
+        Path | None, typer.Option(help="Folder of vLLM's op files, see benchmarks/README.md.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Append JSON lines here instead of printing them.")
     ] = None,
@@ -82,6 +85,10 @@ def bench(
         today = datetime.datetime.now(datetime.timezone.utc).date()
         folder = device_folder(device_facts(where)["name"])
         out = Path("benchmarks/results") / folder / f"{today}.jsonl"
+    if peers is not None:
+        from flash_qsa.testing.measure.vllm_peer import register
+
+        register(peers)
     failed = False
     for row in results(_choose(workloads, where), wanted, where, kind, backend, repeats):
         failed |= "fault" in row

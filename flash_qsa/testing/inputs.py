@@ -133,10 +133,11 @@ def make_plan(
     *,
     ring_table: torch.Tensor | None = None,
     padding: int = 0,
+    decode_query_len: int = 1,
     device: torch.device | str = "cpu",
     backend: str = "reference",
 ) -> BatchPlan:
-    """A BatchPlan straight from lengths; leading requests of one row count as decodes."""
+    """A BatchPlan straight from lengths; leading requests of decode_query_len rows are decodes."""
     requests = len(seq_lens)
     starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     lengths = torch.tensor(seq_lens, dtype=torch.int32)
@@ -151,13 +152,13 @@ def make_plan(
         ring_capacity=shape.ring_capacity,
         backend=backend,
     )
-    decodes = next((i for i, n in enumerate(query_lens) if n != 1), requests)
+    decodes = next((i for i, n in enumerate(query_lens) if n != decode_query_len), requests)
     return BatchPlan(
         num_tokens=sum(query_lens),
         num_requests=requests,
         num_decodes=decodes,
-        num_decode_tokens=decodes,
-        decode_query_len=1,
+        num_decode_tokens=decodes * decode_query_len,
+        decode_query_len=decode_query_len,
         max_query_len=max(query_lens, default=0),
         max_seq_len=max(seq_lens, default=0),
         compress_ratio=shape.ratio,

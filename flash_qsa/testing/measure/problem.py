@@ -7,6 +7,9 @@ import torch
 from flash_qsa.testing.inputs import Problem, make_plan
 from flash_qsa.testing.workloads import Workload
 
+MAX_DRAFT_ROWS = 16
+"""Rows of a request up to which a step verifies drafts rather than fills a prompt."""
+
 
 def workload_problem(
     workload: Workload, dtype: torch.dtype, device: torch.device, seed: int = 0
@@ -26,6 +29,7 @@ def workload_problem(
         [workload.context] * workload.batch,
         order.view(workload.batch, columns).int(),
         shape,
+        decode_query_len=workload.rows if workload.rows <= MAX_DRAFT_ROWS else 1,
         device=device,
     )
 

@@ -1,0 +1,112 @@
+"""vLLM's QSA operators as peers of `flash-qsa bench`, from a folder that holds its op files.
+
+The folder has `vllm/models/qwen4_exp/nvidia/ops/{qsa,qsa_indexer}.py` of a release, what they
+import, and `bench_vllm.py`, which loads the compiled top-k. It is not part of this project;
+`benchmarks/README.md` says what belongs in it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import torch
+
+from flash_qsa.testing.inputs import Problem
+from flash_qsa.testing.measure.cases import PEERS
+from flash_qsa.testing.measure.timing import Run
+
+NAME = "vllm 0.33.0"
+
+
+def register(folder: Path) -> None:
+    """Adds vLLM's operators to PEERS.
+
+    Raises:
+        FileNotFoundError: the folder does not hold them.
+    """
+    if not (folder / "bench_vllm.py").is_file():
+        raise FileNotFoundError(f"peers: {folder} holds no bench_vllm.py")
+    sys.path.insert(0, str(folder.resolve()))
+    importlib.import_module("bench_vllm")
+    ops = "vllm.models.qwen4_exp.nvidia.ops"
+    indexer = importlib.import_module(f"{ops}.qsa_indexer")
+    attention = importlib.import_module(f"{ops}.qsa")
+
+    def select(problem: Problem, ids: torch.Tensor) -> Run:
+        out = torch.empty_like(ids)
+        return lambda: _select(indexer, problem, out)
+
+    def attend(problem: Problem, ids: torch.Tensor) -> Run:
+        packed = _packed(problem)
+        _expand(indexer, problem, ids.contiguous(), packed)
+        out = torch.empty_like(problem.query)
+        return lambda: _attend(attention, problem, packed, out)
+
+    def both(problem: Problem, ids: torch.Tensor) -> Run:
+        chosen, packed = torch.empty_like(ids), _packed(problem)
+        out = torch.empty_like(problem.query)
+
+        def run() -> None:
+            _select(indexer, problem, chosen)
+            _expand(indexer, problem, chosen, packed)
+            _attend(attention, problem, packed, out)
+
+        return run
+
+    for op, peer in (("select", select), ("attend", attend), ("select+attend", both)):
+        PEERS[op][NAME] = peer
+
+
+def _packed(problem: Problem) -> torch.Tensor:
+    shape = problem.shape
+    width = shape.top_k * shape.ratio + shape.ratio
+    rows = problem.plan.num_rows
+    return torch.empty(rows, width, dtype=torch.int32, device=problem.query.device)
+
+
+def _select(indexer, problem: Problem, out: torch.Tensor) -> None:
+    plan, shape = problem.plan, problem.shape
+    budget = shape.top_k * shape.ratio
+    common = (problem.index_query, problem.key_cache, plan.page_table)
+    if plan.num_decode_tokens:
+        query_len = plan.decode_query_len
+        indexer.qsa_select_paged_decode(
+            *common, plan.visible_blocks, budget, shape.ratio, query_len, out
+        )
+    else:
+        indexer.qsa_select_paged_prefill(
+            *common,
+            plan.query_start,
+            plan.visible_blocks,
+            budget,
+            shape.ratio,
+            plan.max_query_len,
+            out,
+            plan.max_seq_len,
+        )
+
+
+def _expand(indexer, problem: Problem, ids: torch.Tensor, packed: torch.Tensor) -> None:
+    plan, shape = problem.plan, problem.shape
+    budget = shape.top_k * shape.ratio
+    indexer.expand_qsa_block_indices(
+        ids, plan.positions, plan.visible_blocks, shape.ratio, budget, packed
+    )
+
+
+def _attend(attention, problem: Problem, packed: torch.Tensor, out: torch.Tensor) -> None:
+    plan = problem.plan
+    keys, values = problem.kv_cache.transpose(1, 2).split(problem.shape.head_dim, -1)
+    attention.qsa_sparse_paged_attention(
+        problem.query,
+        keys,
+        values,
+        packed,
+        plan.page_table,
+        plan.request_ids,
+        plan.max_query_len > 8,
+        out,
+        output_gate=problem.gate,
+    )
