@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from flash_qsa import dispatch
-from flash_qsa.checks import Axes, expect_device, expect_dtype, expect_positive
+from flash_qsa.checks import Axes, expect_device, expect_dtype, expect_out, expect_positive
 
 
 class PlanRows(NamedTuple):
@@ -84,10 +84,10 @@ def plan_rows(
         raise ValueError(f"ring_table: expected a column, got {list(ring_table.shape)}")
     if out is None:
         out = PlanRows.empty(num_rows, seq_lens.device)
-    elif any(buffer.shape != (num_rows,) for buffer in out):
-        raise ValueError(
-            f"out: expected {num_rows} rows, got {[tuple(buffer.shape) for buffer in out]}"
-        )
+    else:
+        wanted = PlanRows.empty(0, "meta")
+        for name, buffer in out._asdict().items():
+            expect_out(buffer, (num_rows,), getattr(wanted, name).dtype, seq_lens.device)
     if num_rows:
         dispatch.implementation("batch_plan", backend, seq_lens.device)(
             query_start,

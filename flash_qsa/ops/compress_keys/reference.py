@@ -38,7 +38,7 @@ def compress_keys(
 
     from_step = raw_keys[torch.where(in_step, step_rows, 0)]
     keys = torch.where(in_step[..., None], from_step, ring_rows[..., :dim])
-    pooled = wide(keys).sum(1) / ratio
+    pooled = mean_in_order(wide(keys))
 
     if stores_positions(ring.shape[3], dim, ring.dtype):
         ring_first = unpack_positions(ring_rows[:, 0], dim)
@@ -50,3 +50,13 @@ def compress_keys(
     known = (in_step | in_ring).all(1)
     out[rows[known]] = pooled[known].to(out.dtype)
     first_positions_out[rows[known], 0] = first[known]
+
+
+def mean_in_order(keys: torch.Tensor) -> torch.Tensor:
+    """Mean of keys [n, C, Di] over C, added from the oldest to the newest: the one order that every
+    implementation keeps, so that all of them round alike."""
+    total = torch.zeros_like(keys[:, 0])
+    for member in keys.unbind(1):
+        total = total + member
+    # by a tensor: torch may multiply by the reciprocal of a number instead
+    return total / total.new_full((), keys.shape[1])
