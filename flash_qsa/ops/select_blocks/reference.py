@@ -68,7 +68,7 @@ def select_blocks(
     out: torch.Tensor,
 ) -> None:
     top_k, heads = out.shape[1], index_query.shape[1]
-    first_block = torch.zeros_like(visible_blocks) if first_block is None else first_block
+    first_block = torch.zeros_like(visible_blocks) if first_block is None else first_block.clamp(0)
     limit = workspace.numel() if isinstance(workspace, torch.Tensor) else workspace
     out.fill_(-1)
 
