@@ -12,8 +12,12 @@ Claims, for the whole architecture in FP32:
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
+
+from flash_qsa.testing.tiny_models import tiny_text_model
 
 TOLERANCE = 1e-5
 
@@ -23,7 +27,7 @@ def left_padded(lengths, width):
     return (torch.arange(width) >= width - lengths[:, None]).long()
 
 
-@pytest.mark.parametrize("length", [1, 3, 4, 16, 19, 20, 21, 23, 24, 25])
+@pytest.mark.parametrize("length", [1, 4, 19, 20, 21, 24])
 def test_around_the_budget_edge(stock, ours, logits, length):
     """16 tokens of budget and up to 3 open ones: 19 is dense, 20 the first sparse length."""
     ids = torch.randint(3, 259, (1, length))
@@ -38,10 +42,8 @@ def test_around_the_budget_edge(stock, ours, logits, length):
 @pytest.mark.parametrize(
     "mask",
     [
-        pytest.param(left_padded([46, 33], 46), id="left"),
-        pytest.param(left_padded([46, 2], 46), id="left, two tokens"),
+        pytest.param(left_padded([33, 2], 46), id="left"),
         pytest.param(left_padded([46, 33], 46).flip(1), id="right"),
-        pytest.param(left_padded([33, 33], 46), id="left, all rows"),
         pytest.param(
             (torch.rand(2, 46, generator=torch.Generator().manual_seed(1)) < 0.7).long(), id="holes"
         ),
@@ -111,24 +113,22 @@ def test_mask_of_the_users_own(stock, ours, logits, prompt, kind):
 @pytest.mark.parametrize(
     "how",
     [
-        pytest.param({}, id="greedy"),
-        pytest.param({"num_beams": 3}, id="beams"),
+        pytest.param({"num_beams": 2}, id="beams"),
         pytest.param({"prefill_chunk_size": 16}, id="chunked"),
         pytest.param({"cache_implementation": "static", "disable_compile": True}, id="static"),
-        pytest.param({"use_cache": False}, id="no cache"),
     ],
 )
-@pytest.mark.parametrize("padded", [False, True])
-def test_generated_tokens(stock, ours, prompt, how, padded):
-    mask = left_padded([46, 33], 46) if padded else torch.ones_like(prompt)
-    how = {"max_new_tokens": 7, "do_sample": False, "attention_mask": mask, **how}
+def test_generated_tokens(stock, ours, prompt, how):
+    """Left padding in one row and, for the chunks, a boundary inside a group."""
+    mask = left_padded([46, 33], 46)
+    how = {"max_new_tokens": 4, "do_sample": False, "attention_mask": mask, **how}
     expected = stock.generate(prompt, **how)
     assert torch.equal(ours.generate(prompt, **how), expected)
 
 
 def test_generation_crosses_the_budget_edge(stock, ours):
-    ids = torch.randint(3, 259, (2, 14))
-    how = {"max_new_tokens": 14, "do_sample": False}
+    ids = torch.randint(3, 259, (2, 16))
+    how = {"max_new_tokens": 9, "do_sample": False}
     assert torch.equal(ours.generate(ids, **how), stock.generate(ids, **how))
 
 
@@ -153,7 +153,12 @@ def test_one_token_behind_a_cached_prefix(qsa_layers_only, length):
 @pytest.mark.bug("O-32")
 def test_rows_of_very_different_length(qsa_layers_only):
     """Query lengths 1, 2 and 3 in batches of as many rows: no axis stands in for another."""
-    _, ours = qsa_layers_only
+    ours = tiny_text_model(
+        attn_implementation="qsa",
+        full_attention_interval=1,
+        num_hidden_layers=1,
+        ple_layer_ids=[],
+    )
     lengths, width = [55, 2300, 70], 2300
     ids = torch.randint(3, 259, (3, width + 3))
     mask = left_padded(lengths, width)
@@ -196,7 +201,5 @@ def _cache_of(output):
 
 def _cache_argument(model, cache):
     """The cache under the name that this version of transformers gives it."""
-    import inspect
-
     names = inspect.signature(type(model).forward).parameters
     return {"cache" if "cache" in names else "past_key_values": cache}
