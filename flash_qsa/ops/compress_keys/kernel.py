@@ -52,9 +52,9 @@ def _compress_keys_kernel(
             tl.store(at, mean.to(out.ptr.dtype.element_ty), mask=d < GROUPS.dim)
             first = first_out.ptr + row * first_out.stride
             if in_step:
-                at = turns.positions + (row - (GROUPS.ratio - 1)) * turns.stride_row
+                source = turns.positions + (row - (GROUPS.ratio - 1)) * turns.stride_row
                 for axis in tl.static_range(3):
-                    tl.store(first + axis, tl.load(at + axis * turns.stride_axis))
+                    tl.store(first + axis, tl.load(source + axis * turns.stride_axis))
             elif GROUPS.has_positions:
                 for axis in tl.static_range(3):
                     tl.store(first + axis, ring_position(ring, slot, first_position, axis, GROUPS))
