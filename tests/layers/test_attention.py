@@ -225,6 +225,38 @@ def attend_tokens(layer, prepared, caches, plan, row: int, attended: list[int]) 
     return layer.o_proj(attn.float().flatten()[None])[0]
 
 
+@pytest.mark.bug("O-19")
+def test_a_layer_selects_by_its_own_index_weights() -> None:
+    config = small_config()
+    layer, other = (make_layer(config, max_batched_tokens=60) for _ in range(2))
+    torch.nn.init.normal_(other.indexer.index_qk_proj.weight, std=0.2)
+    hidden, at = tokens(config, [60])
+    outs = [run_step(one, Engine(config), hidden, at, {0: 60})[0] for one in (layer, other)]
+    rows, others = layer.indexer.selection, other.indexer.selection
+    assert torch.equal(rows[:19], others[:19])  # all that is visible
+    assert not torch.equal(rows[19:], others[19:])
+    torch.testing.assert_close(outs[0][:19], outs[1][:19])
+    assert not torch.allclose(outs[0][19:], outs[1][19:])
+
+
+@pytest.mark.bug("O-08", "O-22", "O-24")
+def test_any_split_equals_one_prefill() -> None:
+    config = small_config()
+    layer = make_layer(config)
+    hidden, at = tokens(config, [34])
+    (expected,) = run_step(layer, Engine(config), hidden, at, {0: 34})
+    for cut in range(1, 34):
+        engine = Engine(config)
+        parts = [run_step(layer, engine, hidden, at, {0: n})[0] for n in (cut, 34 - cut)]
+        torch.testing.assert_close(torch.cat(parts), expected, rtol=1e-4, atol=1e-5)
+        before = engine.snapshot()
+        engine.lengths[0] = 33  # the last token once more, as after a full prefix hit
+        (again,) = run_step(layer, engine, hidden, at, {0: 1})
+        torch.testing.assert_close(again, expected[33:], rtol=1e-4, atol=1e-5)
+        for a, b in zip(before, engine.caches):
+            torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
 @pytest.mark.parity("P17", "P18", "P33")
 def test_selection_rows() -> None:
     config = small_config()
