@@ -70,8 +70,10 @@ class PagedModel:
         mrope: bool = True,
         reserve_null: bool = True,
         max_positions: int = 1024,
+        deterministic: bool = False,
         seed: int = 0,
     ) -> None:
+        self.deterministic = deterministic
         section = (1, 1, 1) if mrope else None
         self.config = config = QSAConfig(
             hidden_size=32,
@@ -144,6 +146,11 @@ class PagedModel:
         self.cache.allocate(request)
         self.texts[request] = self.oracle_text([])
 
+    def fill(self, request: object, tokens: list[Token]) -> None:
+        """A long prefix: admits the request and writes its state, without attention."""
+        self.admit(request)
+        self.forward({request: tokens}, attend=False)
+
     def length(self, request: object) -> int:
         return len(self.texts[request].tokens)
 
@@ -174,9 +181,10 @@ class PagedModel:
         padding: int = 0,
         num_decodes: int | None = None,
         check: bool = True,
+        attend: bool = True,
     ) -> list[torch.Tensor]:
         """Runs one step on every layer; outputs [T, Hq, D] per layer, each row compared with the
-        oracle where `check` says so."""
+        oracle where `check` says so. Without `attend` the step only writes the caches."""
         steps = self.cache.append({request: len(tokens) for request, tokens in new.items()})
         total = sum(len(tokens) for tokens in new.values())
         plan = self.cache.plan(steps, num_rows=total + padding, num_decodes=num_decodes)
@@ -199,6 +207,8 @@ class PagedModel:
                 caches,
                 plan,
             )
+            if not attend:
+                continue
             block_ids = select_blocks(
                 done.index_query,
                 caches.compressed,
@@ -218,6 +228,7 @@ class PagedModel:
                 compress_ratio=self.config.compress_ratio,
                 gate=done.gate,
                 plan=plan,
+                deterministic=self.deterministic,
             )
             if check:
                 self._compare(layer, new, before, block_ids, out)
@@ -334,7 +345,7 @@ class PagedModel:
                         rows.query[token], rows.gate[token], rows.key, rows.value, attended
                     )
                 )
-            bounds.append(self._attention_bound(rows, before[request]))
+            bounds.append(self.attention_bound(rows, before[request]))
         if truths:
             truth = torch.stack(truths)
             bound = torch.cat(bounds)[:, None, None].expand_as(truth)
@@ -370,7 +381,7 @@ class PagedModel:
         relative = 2 * self._relative(query.shape[1]) + growth
         return 2 * (length_of(query).sum() * length_of(keys) * relative).max()
 
-    def _attention_bound(self, rows: OracleRows, start: int) -> torch.Tensor:
+    def attention_bound(self, rows: OracleRows, start: int) -> torch.Tensor:
         """Largest error [n - start] of a request's rows from `start` on.
 
         Scores err by the keys' and queries' own errors and a sum of D products, which moves

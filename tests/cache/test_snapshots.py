@@ -29,8 +29,7 @@ FP8 = torch.float8_e4m3fn
 
 def prefilled(length: int, **options) -> PagedModel:
     model = PagedModel(**options)
-    model.admit("a")
-    model.forward({"a": model.draw_tokens(length)}, check=False)
+    model.fill("a", model.draw_tokens(length))
     return model
 
 
