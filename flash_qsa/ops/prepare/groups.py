@@ -1,0 +1,161 @@
+"""Device functions of prepare for groups of keys: pooling, compressed keys, the raw-key ring."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flash_qsa.ops.device import (
+    norm_and_rotate,
+    pool_group,
+    ring_position,
+    rotary_channels,
+    step_position,
+    to_cache,
+)
+
+
+@triton.jit
+def _store_group(
+    keys,
+    ring,
+    turns,
+    weights,
+    cache,
+    group,
+    position,
+    cache_slot,
+    SIZES: tl.constexpr,
+    ROPE,
+    GROUPS,
+    HAS_RING,
+):
+    """Pools a group, norms and rotates it at its first position, and stores the compressed key."""
+    DIM: tl.constexpr = SIZES.index_dim
+    PAGE: tl.constexpr = SIZES.page_groups
+    dtype: tl.constexpr = keys.ptr.dtype.element_ty
+    d = tl.arange(0, SIZES.index_block)
+    partner, _, _, rotates = rotary_channels(SIZES.index_block, ROPE)
+    unread = (d >= DIM).to(tl.int32)[None, :]
+    pooled = pool_group(keys, ring, group, d[None, :], unread, GROUPS, HAS_RING)
+    # pooled again from L1: the partners' registers belong to other lanes
+    unread = 1 - rotates.to(tl.int32)[None, :]
+    partners = pool_group(keys, ring, group, partner[None, :], unread, GROUPS, HAS_RING)
+    weight_ptr = weights.index_key
+    eps = weights.eps
+    key = norm_and_rotate(pooled, partners, weight_ptr, eps, turns, position, DIM, ROPE, dtype)
+    cell = cache_slot // PAGE * cache.stride_page
+    cell += cache_slot % PAGE * cache.stride_row
+    at = cache.ptr + cell + d[None, :]
+    tl.store(at, to_cache(key, SIZES.index_is_fp8, dtype), mask=(d < DIM)[None, :])
+
+
+@triton.jit
+def store_closed_group(
+    keys, ring, turns, weights, plan, cache, row, requests, SIZES, ROPE, GROUPS: tl.constexpr
+):
+    """Stores the group that a row closes, if it lies wholly inside the step."""
+    cache_slot = tl.load(plan.compressed_slots + row)
+    last_position = tl.load(plan.positions + row)
+    request = tl.load(plan.request_ids + row)
+    closes = (last_position >= 0) & ((last_position + 1) % GROUPS.ratio == 0)
+    closes = closes & (cache_slot >= 0) & (cache_slot < cache.count)
+    if closes & (request >= 0) & (request < requests):
+        start = tl.load(plan.query_start + request)
+        end = tl.load(plan.query_start + request + 1)
+        first_here = (tl.load(plan.seq_lens + request) - (end - start)).to(tl.int64)
+        if last_position - (GROUPS.ratio - 1) >= first_here:
+            position = step_position(turns, row - (GROUPS.ratio - 1), True)
+            group = (row, last_position, first_here, row)
+            _store_group(
+                keys,
+                ring,
+                turns,
+                weights,
+                cache,
+                group,
+                position,
+                cache_slot,
+                SIZES,
+                ROPE,
+                GROUPS,
+                False,
+            )
+
+
+@triton.jit
+def store_open_group(
+    keys,
+    ring,
+    turns,
+    weights,
+    plan,
+    cache,
+    request,
+    start,
+    end,
+    first_here,
+    SIZES,
+    ROPE,
+    GROUPS: tl.constexpr,
+):
+    """Stores the group that earlier steps left open, if this step closes it."""
+    slot = tl.load(plan.ring_table + request * plan.ring_table_stride).to(tl.int64)
+    first_position = (first_here // GROUPS.ratio * GROUPS.ratio).to(tl.int64)
+    last_position = first_position + (GROUPS.ratio - 1)
+    last_row = start + last_position - first_here
+    closes = (first_here > 0) & (first_here % GROUPS.ratio != 0) & (last_row < end)
+    if closes & (slot >= 0) & (slot < ring.slots):
+        cache_slot = tl.load(plan.compressed_slots + last_row)
+        if (cache_slot >= 0) & (cache_slot < cache.count):
+            pos_t = first_position
+            pos_h = first_position
+            pos_w = first_position
+            if GROUPS.has_positions:
+                pos_t = ring_position(ring, slot, first_position, 0, GROUPS)
+                pos_h = ring_position(ring, slot, first_position, 1, GROUPS)
+                pos_w = ring_position(ring, slot, first_position, 2, GROUPS)
+            group = (last_row, last_position, first_here.to(tl.int64), slot)
+            position = (pos_t, pos_h, pos_w)
+            _store_group(
+                keys,
+                ring,
+                turns,
+                weights,
+                cache,
+                group,
+                position,
+                cache_slot,
+                SIZES,
+                ROPE,
+                GROUPS,
+                True,
+            )
+
+
+@triton.jit
+def commit_ring(keys, ring, turns, plan, start, end, GROUPS: tl.constexpr):
+    """Copies the raw keys, and exact positions, of a request's last rows to its ring."""
+    CAPACITY: tl.constexpr = GROUPS.capacity
+    element: tl.constexpr = ring.ptr.dtype.element_ty
+    BITS: tl.constexpr = element.primitive_bitwidth
+    PIECES: tl.constexpr = 64 // BITS
+    d = tl.arange(0, GROUPS.block)
+    piece = tl.arange(0, 16)
+    for base in range(tl.maximum(start, end - CAPACITY), end, 8):
+        row = (base + tl.arange(0, 8)).to(tl.int64)
+        slot = tl.load(plan.ring_slots + row, mask=row < end, other=-1)
+        live = (slot >= 0) & (slot // CAPACITY < ring.slots)
+        cell = slot // CAPACITY * ring.stride_slot + slot % CAPACITY * ring.stride_row
+        at = ring.ptr + cell[:, None]
+        source = keys.ptr + (row * keys.stride)[:, None] + d[None, :]
+        key = tl.load(source, mask=live[:, None] & (d < GROUPS.dim)[None, :], other=0.0)
+        mask = live[:, None] & (d < GROUPS.position_at)[None, :]
+        tl.store(at + d[None, :], key.to(element, bitcast=True), mask=mask)
+        if GROUPS.has_positions:
+            mask = live[:, None] & (piece < 3 * PIECES)[None, :]
+            axis = piece // PIECES * turns.stride_axis
+            source = turns.positions + (row * turns.stride_row)[:, None] + axis[None, :]
+            value = tl.load(source, mask=mask, other=0)
+            part = value >> (piece % PIECES * BITS).to(tl.int64)[None, :]
+            tl.store(at + (GROUPS.position_at + piece)[None, :], part.to(element), mask=mask)
