@@ -114,15 +114,25 @@ class _SideCache(nn.Module, AttentionLayerBase):
         vllm_config: VllmConfig,
     ) -> None:
         super().__init__()
-        if cache_config.block_size % compress_ratio:
-            raise ValueError(
-                f"block_size: pages of {cache_config.block_size} tokens are not a multiple of "
-                f"the compress ratio {compress_ratio}"
-            )
         self.prefix, self.width, self.dtype = prefix, width, dtype
-        self.compress_ratio, self.block_size = compress_ratio, cache_config.block_size
+        self.compress_ratio, self.cache_config = compress_ratio, cache_config
+        self.page_size(compress_ratio)
         self.kv_cache = torch.tensor([])
         register_layer(vllm_config, prefix, self)
+
+    def page_size(self, unit: int) -> int:
+        """Tokens of a page, which hybrid models raise after their layers are built.
+
+        Raises:
+            ValueError: pages that are not a multiple of `unit` tokens.
+        """
+        size = self.cache_config.block_size
+        if size % unit:
+            raise ValueError(
+                f"block_size: pages of {size} tokens are not a multiple of {unit} (compress ratio "
+                f"{self.compress_ratio})"
+            )
+        return size
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
         """Takes vLLM's view [blocks, 1, rows, width] as [blocks, rows, 1, width]."""
@@ -153,12 +163,7 @@ class KeyRing(_SideCache):
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
         capacity = ring_capacity(self.compress_ratio, vllm_config.num_speculative_tokens)
-        if self.block_size % capacity:
-            raise ValueError(
-                f"block_size: pages of {self.block_size} tokens are not a multiple of the ring's "
-                f"{capacity} rows (compress ratio {self.compress_ratio}, "
-                f"{vllm_config.num_speculative_tokens} draft tokens)"
-            )
+        self.page_size(capacity)  # the scheduler's block is a multiple of every group's
         return CircularBufferSpec(
             block_size=capacity,
             num_kv_heads=1,
@@ -176,7 +181,7 @@ class CompressedKeys(_SideCache):
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
         return MLAAttentionSpec(
-            block_size=self.block_size,
+            block_size=self.page_size(self.compress_ratio),
             num_kv_heads=1,
             head_size=self.width,
             dtype=self.dtype,

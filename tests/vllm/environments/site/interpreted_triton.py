@@ -1,7 +1,7 @@
-"""Corrections that vLLM's own BF16 kernels need in Triton's interpreter.
+"""Corrections that vLLM's own BF16 and FP8 kernels need in Triton's interpreter.
 
 The interpreter holds BF16 as the bits of a uint16 and computes on those. Here every operation on
-BF16 goes through FP32 and is rounded to nearest even. flash-qsa's own tests do not use this: they
+BF16 goes through FP32 and is rounded to nearest even. Nor does it round to e4m3 as GPUs do. flash-qsa's own tests do not use this: they
 keep to FP32 and FP16.
 """
 
@@ -13,6 +13,7 @@ from types import SimpleNamespace
 def repair(interpreter) -> None:
     """Patches `InterpreterBuilder` of the Triton that has just been imported."""
     import numpy as np
+    import torch
     import triton.language as tl
 
     builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
@@ -62,7 +63,15 @@ def repair(interpreter) -> None:
             return handle(widen(src).astype(interpreter._get_np_dtype(dst_type)), target)
         return cast(self, src, dst_type)
 
+    def e4m3(values):
+        """To the nearest, ties to even, saturated at 448: what NVIDIA's conversion does."""
+        rounded = torch.from_numpy(np.array(values, dtype=np.float32)).clamp(-448.0, 448.0)
+        return rounded.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
     def create_fp_to_fp(self, src, dst_type, rounding_mode):
+        if dst_type.scalar == tl.float8e4nv:
+            wide = widen(src) if is_bf16(src) else src.data
+            return handle(e4m3(wide), tl.float8e4nv)
         if dst_type.scalar == tl.bfloat16 and src.dtype.scalar in (tl.float32, tl.float16):
             return handle(narrow(src.data.astype(np.float32)), tl.bfloat16)
         if is_bf16(src):

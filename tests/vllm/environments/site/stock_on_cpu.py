@@ -7,6 +7,7 @@ plainest equivalent.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 QSA = "vllm.models.qwen4_exp.nvidia"
@@ -42,6 +43,11 @@ def one_split(module: Any) -> None:
 def fused_without_cuda(module: Any) -> None:
     """vLLM's layer asks for flash-attn, which it never runs, and keeps its fused launch to CUDA."""
     module.is_flash_attn_varlen_func_available = lambda: True
+    platform = module.current_platform
+    module.current_platform = SimpleNamespace(
+        is_cuda=platform.is_cuda,
+        has_device_capability=lambda capability: True,  # FP8 as a type, not as bytes
+    )
     build = module.Qwen4ExpQSAAttention.__init__
 
     def init(self, *args, **kwargs):
