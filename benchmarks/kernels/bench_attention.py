@@ -120,7 +120,9 @@ class Batch:
         if device == "meta":
             self.table = torch.empty(batch, pages, dtype=torch.int32, device=device)
             self.ids = torch.empty(total, TOP_K, dtype=torch.int32, device=device)
+            self.lse = torch.empty(total, heads, device=device)
             return
+        self.lse = torch.empty(total, heads, device=device)
         torch.manual_seed(seed)
         for tensor in (self.query, self.gate, self.cache):
             tensor.normal_()
@@ -139,7 +141,7 @@ class Batch:
         return (
             self.query, keys, values, self.ids, self.positions, self.table, self.requests, RATIO,
             DIM**-0.5, self.gate if gate else None, None, None, None, None, None, False,
-            self.out if out is None else out, lse,
+            self.out if out is None else out, self.lse if lse is None else lse,
         )  # fmt: skip
 
     def union(self, rows: int) -> float:
@@ -170,53 +172,52 @@ def compile_variant(batch: int, rows: int, context: int, heads: int, tuning: Tun
     return ""
 
 
-def check(problem: Batch, tuning: Tuning, sample: int = 12) -> str:
-    """What is wrong with a schedule's answer, or nothing."""
-    used = torch.zeros(problem.cache.shape[0], PAGE, dtype=torch.bool, device="cuda")
-    rows = problem.ids.shape[0]
-    tokens, cells = [], []
-    for row in range(rows):
-        ids = problem.ids[row]
-        position = int(problem.positions[row])
-        token = (ids[ids >= 0].long()[:, None] * RATIO + torch.arange(RATIO, device="cuda")).view(
-            -1
-        )
-        tail = torch.arange((position + 1) // RATIO * RATIO, position + 1, device="cuda")
-        token = torch.cat((token, tail))
-        page = problem.table[int(problem.requests[row])].long()[token // PAGE]
-        used[page, token % PAGE] = True
-        tokens.append(token)
-        cells.append(torch.stack((page, token % PAGE), -1))
-    clean = problem.cache.clone()
-    problem.cache.masked_fill_(~used[:, None, :, None], float("nan"))
-    outs = []
-    for _ in range(2):
-        out = torch.full_like(problem.query, 12345.0)
-        lse = torch.full(problem.query.shape[:2], 12345.0, device="cuda")
-        kernel.launch(*problem.arguments(out, lse), tuning=tuning)
-        outs.append((out, lse))
-    problem.cache.copy_(clean)
-    (out, lse), (again, lse_again) = outs
-    if not (torch.equal(out, again) and torch.equal(lse, lse_again)):
-        return "two runs differ"
-    pick = torch.linspace(0, rows - 1, min(sample, rows)).long().unique().tolist()
-    keys, values = clean.chunk(2, -1)
-    truth = attention_truth(
-        problem.query[pick], keys, values, [tokens[r] for r in pick], [cells[r] for r in pick],
-        DIM**-0.5, problem.gate[pick],
-    )  # fmt: skip
-    seen = within_bound(out[pick], truth.out, truth.bound)
-    seen_lse = within_bound(lse[pick], truth.lse, truth.lse_bound)
-    if not seen.ok:
-        return (
-            f"error {seen.worst_ratio:.2f} of its bound at {seen.where} (max {seen.max_error:.2e})"
-        )
-    if not seen_lse.ok:
-        return f"lse error {seen_lse.worst_ratio:.2f} of its bound at {seen_lse.where}"
-    if not torch.isfinite(out).all():
-        bad = (~torch.isfinite(out)).any(-1).any(-1).nonzero().flatten().tolist()
-        return f"not finite in rows {bad[:8]} ({len(bad)})"
-    return ""
+class Check:
+    """A problem with its float64 answer for some rows, and NaN wherever no row attends."""
+
+    def __init__(self, problem: Batch, sample: int = 12):
+        self.problem = problem
+        device = problem.ids.device
+        clean = problem.cache.clone()
+        step = torch.arange(RATIO, device=device)
+        tail = (problem.positions + 1) // RATIO * RATIO
+        tokens = torch.cat((problem.ids * RATIO, tail.int()[:, None]), 1).long()
+        live = torch.cat((problem.ids >= 0, torch.ones_like(tail[:, None], dtype=torch.bool)), 1)
+        tokens = (tokens[:, :, None] + step).flatten(1)
+        live = live.repeat_interleave(RATIO, 1) & (tokens <= problem.positions[:, None])
+        tokens = tokens.where(live, 0)
+        pages = problem.table.long()[problem.requests.long()[:, None], tokens // PAGE]
+        used = torch.zeros(problem.cache.shape[0], PAGE, dtype=torch.bool, device=device)
+        used[pages[live], tokens[live] % PAGE] = True
+        problem.cache.masked_fill_(~used[:, None, :, None], float("nan"))
+        rows = problem.ids.shape[0]
+        self.pick = torch.linspace(0, rows - 1, min(sample, rows)).long().unique().tolist()
+        cells = [torch.stack((pages[r][live[r]], tokens[r][live[r]] % PAGE), -1) for r in self.pick]
+        keys, values = clean.chunk(2, -1)
+        self.truth = attention_truth(
+            problem.query[self.pick], keys, values, cells, cells, DIM**-0.5,
+            problem.gate[self.pick],
+        )  # fmt: skip
+
+    def fault(self, tuning: Tuning) -> str:
+        """What is wrong with a schedule's answer, or nothing."""
+        outs = []
+        for _ in range(2):
+            out = torch.full_like(self.problem.query, 12345.0)
+            lse = torch.full(self.problem.query.shape[:2], 12345.0, device=out.device)
+            kernel.launch(*self.problem.arguments(out, lse), tuning=tuning)
+            outs.append((out, lse))
+        (out, lse), (again, lse_again) = outs
+        if not torch.isfinite(out).all():
+            bad = (~torch.isfinite(out)).any(-1).any(-1).nonzero().flatten().tolist()
+            return f"not finite in rows {bad[:8]} ({len(bad)})"
+        if not (torch.equal(out, again) and torch.equal(lse, lse_again)):
+            return "two runs differ"
+        seen = within_bound(out[self.pick], self.truth.out, self.truth.bound)
+        if not seen.ok:
+            return f"{seen.worst_ratio:.2f} of its bound at {seen.where} (max {seen.max_error:.2e})"
+        seen = within_bound(lse[self.pick], self.truth.lse, self.truth.lse_bound)
+        return "" if seen.ok else f"lse {seen.worst_ratio:.2f} of its bound at {seen.where}"
 
 
 def graph_time(calls, repeats: int = 12) -> float:
@@ -352,7 +353,7 @@ def load_peers(folder):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--peers", help="folder of the vLLM bundle")
-    parser.add_argument("--only", default="check,decode,verify,prefill")
+    parser.add_argument("--only", default="check,decode,prefill,verify")
     parser.add_argument("--deep", action="store_true", help="prefill at 256K too")
     options = parser.parse_args()
     only = options.only.split(",")
@@ -360,71 +361,70 @@ def main() -> None:
     props = torch.cuda.get_device_properties(0)
     print(props.name, "torch", torch.__version__, flush=True)
 
-    shapes = {"prefill": (1, 8192, 32768), "decode": (8, 1, 32768), "verify": (8, 4, 32768)}
-    families = {"prefill": PREFILL, "decode": DECODE, "verify": VERIFY}
-    jobs = {}
-    failed = {}
+    # Sizes in one class of the JIT's specialisation, so that checks and times share binaries.
+    families = {"decode": DECODE, "prefill": PREFILL, "verify": VERIFY}
+    shapes = {
+        "decode": [(1, 1, 20477), (8, 1, 20477), (32, 1, 4093), (128, 1, 20477)],
+        "prefill": [(1, 8192, 20477)],
+        "verify": [(8, 4, 20477), (32, 4, 20477)],
+    }
+    checks = {
+        "decode": [(1, 1, 20477, 0.0), (8, 1, 20477, 0.0), (32, 1, 4093, 0.0)],
+        "prefill": [(1, 304, 20477, 0.97), (1, 1008, 1008, 0.9), (1, 96, 9213, 0.0)],
+        "verify": [(8, 4, 20477, 0.97), (32, 4, 20477, 0.5)],
+    }
+    families = {name: variants for name, variants in families.items() if name in only}
+    jobs, failed = {}, {}
     with concurrent.futures.ProcessPoolExecutor(
-        12, mp_context=multiprocessing.get_context("spawn")
+        14, mp_context=multiprocessing.get_context("spawn")
     ) as pool:
         for family, variants in families.items():
             for name, tuning in variants.items():
-                jobs[family, name] = pool.submit(compile_variant, *shapes[family], HEADS, tuning)
-                if family == "decode":
-                    for batch in (1, 32, 128):
-                        pool.submit(compile_variant, batch, 1, 32768, HEADS, tuning)
-        for key, job in jobs.items():
+                for shape in shapes[family]:
+                    job = pool.submit(compile_variant, *shape, HEADS, tuning)
+                    jobs[family, name, shape] = job
+        for (family, name, _), job in jobs.items():
             if error := job.result():
-                failed[key] = f"does not compile: {error}"
+                failed[family, name] = f"does not compile: {error}"
     print(f"compiled in {time.time() - began:.0f} s", flush=True)
     for family, name in failed:
         families[family].pop(name)
 
     if "check" in only:
-        problems = {
-            "prefill": [Batch(1, 300, 20003, 0.97), Batch(1, 331, 331, 0.9), Batch(1, 90, 9001, 0)],
-            "decode": [Batch(3, 1, 20002, 0.0), Batch(40, 1, 4099, 0.0)],
-            "verify": [Batch(3, 4, 20002, 0.97), Batch(32, 4, 2051, 0.5)],
-        }
         for family, variants in families.items():
+            problems = [Check(Batch(*shape)) for shape in checks[family]]
             for name, tuning in variants.items():
-                for problem in problems[family]:
-                    if fault := check(problem, tuning):
-                        shape = f"{problem.batch}x{problem.rows}@{problem.context}"
+                for problem, shape in zip(problems, checks[family]):
+                    if fault := problem.fault(tuning):
                         failed[family, name] = f"{shape}: {fault}"
                         break
-        print(f"checked in {time.time() - began:.0f} s", flush=True)
-
-    peers = load_peers(options.peers)
-    tables: dict[str, list] = {family: [] for family in families}
-    if "decode" in only:
-        for batch in (1, 8, 32, 128):
-            tables["decode"].append(time_decode(batch, 1, 32768, 0.0, DECODE, peers))
-            torch.cuda.empty_cache()
-    if "verify" in only:
-        for batch in (8, 32):
-            tables["verify"].append(time_decode(batch, 4, 32768, 0.97, VERIFY, peers))
-            torch.cuda.empty_cache()
-    print(f"decode timed in {time.time() - began:.0f} s", flush=True)
-    if "prefill" in only:
-        cases = [(8192, 0.99), (32768, 0.99), (32768, 0.97), (32768, 0.0), (131072, 0.97)]
-        cases += [(131072, 0.0)] + ([(262144, 0.97), (262144, 0.0)] if options.deep else [])
-        for context, correlation in cases:
-            tables["prefill"].append(time_prefill(context, correlation, PREFILL, peers))
-            torch.cuda.empty_cache()
-
-    for family, rows in tables.items():
-        for label, times in rows:
-            base = times.get("vllm")
-            print(f"{family} {label}" + (f" vllm {base:.1f}" if base else ""))
-            for name, value in times.items():
-                if name == "vllm":
-                    continue
-                ratio = f" {base / value:5.2f}x" if base else ""
-                mark = " FAILED" if (family, name) in failed else ""
-                print(f"    {name:16s} {value:9.1f}{ratio}{mark}")
+            print(f"checked {family} at {time.time() - began:.0f} s", flush=True)
     for (family, name), fault in failed.items():
         print("FAILED", family, name, fault)
+
+    peers = load_peers(options.peers)
+
+    def report(family: str, label: str, times: dict) -> None:
+        base = times.get("vllm")
+        cells = []
+        for name, value in times.items():
+            ratio = f" ({base / value:.2f}x)" if base and name != "vllm" else ""
+            mark = " FAILED" if (family, name) in failed else ""
+            cells.append(f"{name} {value:.1f}{ratio}{mark}")
+        print(f"{family} {label}: " + "; ".join(cells), flush=True)
+        torch.cuda.empty_cache()
+
+    if "decode" in only:
+        for batch in (1, 8, 32, 128):
+            report("decode", *time_decode(batch, 1, 32768, 0.0, DECODE, peers))
+    if "prefill" in only:
+        cases = [(32768, 0.97), (8192, 0.99), (32768, 0.0), (32768, 0.99), (131072, 0.97)]
+        cases += [(131072, 0.0)] + ([(262144, 0.97), (262144, 0.0)] if options.deep else [])
+        for context, correlation in cases:
+            report("prefill", *time_prefill(context, correlation, PREFILL, peers))
+    if "verify" in only:
+        for batch in (8, 32):
+            report("verify", *time_decode(batch, 4, 32768, 0.97, VERIFY, peers))
     print(f"{len(failed)} failed; {time.time() - began:.0f} s")
 
 

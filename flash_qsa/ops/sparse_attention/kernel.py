@@ -189,8 +189,9 @@ def _scale_kind(scale: float | torch.Tensor | None) -> int:
 
 
 def _choose_union(call: _Call, segment: Segment, tuning: Tuning) -> UnionTiles | None:
-    # A reused selection or a shifted sequence has cells that the list cannot name.
-    if call.tail_start is not None or call.token_base is not None or tuning.share is False:
+    # Blocks of shifted sequences straddle pages unless there is one page a request.
+    straddles = call.token_base is not None and call.page_table.shape[1] > 1
+    if call.tail_start is not None or straddles or tuning.share is False:
         return None
     if tuning.hopper and _hopper(call):
         hopper = choices.choose_hopper(
@@ -378,9 +379,8 @@ def _launch_union(call: _Call, segment: Segment, union: UnionTiles, tuning: Tuni
     heads, dim = call.query.shape[1:]
     kv_heads, page_size = call.keys.shape[1:3]
     num_ids, num_columns = call.block_ids.shape[1], call.page_table.shape[1]
-    per_page = page_size // call.ratio
     tiles = triton.cdiv(segment.end_row - segment.first_row, union.rows)
-    words = max(triton.cdiv(num_columns * per_page, 32), 1)
+    words = max(triton.cdiv(num_columns * page_size, 32 * call.ratio), 1)
 
     def buffer(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=call.query.device)
@@ -395,6 +395,7 @@ def _launch_union(call: _Call, segment: Segment, union: UnionTiles, tuning: Tuni
         call.block_ids,
         call.positions,
         call.request_ids,
+        call.or_dummy(call.token_base),
         call.page_table,
         bitmap,
         prefix,
@@ -415,7 +416,7 @@ def _launch_union(call: _Call, segment: Segment, union: UnionTiles, tuning: Tuni
         words,
         union.capacity,
         RATIO=call.ratio,
-        BLOCKS_PER_PAGE=per_page,
+        PAGE=page_size,
         ROWS=union.rows,
         BLOCK_R=choices.next_power(union.rows),
         BLOCK_K=min(choices.next_power(num_ids), 512),
@@ -423,6 +424,7 @@ def _launch_union(call: _Call, segment: Segment, union: UnionTiles, tuning: Tuni
         BLOCK_E=256,
         PAD=union.block_n // call.ratio,
         HALF=union.half,
+        HAS_BASE=call.token_base is not None,
         num_warps=union.build_warps,
     )
     if union.half:
@@ -469,7 +471,7 @@ def _launch_hopper(
         union.capacity,
         call.scale,
         RATIO=call.ratio,
-        BLOCKS_PER_PAGE=call.keys.shape[2] // call.ratio,
+        PAGE=call.keys.shape[2],
         GROUP=call.group,
         DIM=call.query.shape[2],
         HALF=union.half,
@@ -512,7 +514,7 @@ def _attend_union(
         union.capacity,
         call.scale,
         RATIO=call.ratio,
-        BLOCKS_PER_PAGE=call.keys.shape[2] // call.ratio,
+        PAGE=call.keys.shape[2],
         GROUP=call.group,
         DIM=dim,
         ROWS=union.rows,

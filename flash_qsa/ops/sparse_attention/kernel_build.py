@@ -1,11 +1,11 @@
 """Builds the row union: for every tile of consecutive rows, the blocks that any of them attends.
 
-A tile's list holds cells: a cell is one block, named by its physical place, page · (S / C) + block
-of the page, with one 16-bit mask a token that says which rows of the tile attend it. The rows'
-open groups come first, then the selected blocks, ascending. An open group may hold tokens that
-nobody attends and that were never written, so the first step must be loaded under its masks. The
-list is padded to whole steps (PAD cells) with a selected block and masks of zero, so the other
-steps can be loaded without.
+A tile's list holds cells: a cell is one block, named by its first token's physical place (page · S
++ offset), with one 16-bit mask a token that says which rows of the tile attend it. The rows' open
+groups come first, then the selected blocks, ascending. An open group may hold tokens that nobody
+attends and that were never written, so the first step must be loaded under its masks. The list is
+padded to whole steps (PAD cells) with a selected block and masks of zero, so the other steps can be
+loaded without.
 
 With HALF, a list comes in sections of whole steps: what only the tile's first HALF rows attend,
 what only the others do, the steps of both alternating; then what both attend; then open groups.
@@ -59,10 +59,22 @@ def _pad_cells(
 
 
 @triton.jit
+def _locate(page_row, place, last, wanted, num_columns, num_pages, PAGE: tl.constexpr):
+    """Physical cells of logical places, and 1 if any wanted one lacks a page up to `last`."""
+    column = place // PAGE
+    inside = wanted & (place >= 0) & (column < num_columns)
+    page = tl.load(page_row + column, mask=inside, other=-1)
+    found = (page >= 0) & (page < num_pages) & (last // PAGE == column)
+    lost = tl.max(tl.where(wanted & (found == 0), 1, 0), 0)
+    return page * PAGE + place - column * PAGE, lost
+
+
+@triton.jit
 def build_kernel(
     ids_ptr,
     positions_ptr,
     requests_ptr,
+    base_ptr,
     table_ptr,
     bitmap_ptr,
     prefix_ptr,
@@ -84,7 +96,7 @@ def build_kernel(
     num_words,
     capacity,
     RATIO: tl.constexpr,
-    BLOCKS_PER_PAGE: tl.constexpr,
+    PAGE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -92,6 +104,7 @@ def build_kernel(
     BLOCK_E: tl.constexpr,
     PAD: tl.constexpr,
     HALF: tl.constexpr,
+    HAS_BASE: tl.constexpr,
 ):
     """Grid [programs]; each loops over tiles with scratch of its own.
 
@@ -120,8 +133,15 @@ def build_kernel(
         owner = tl.max(tl.where(known, request, -1), 0)
         alone = tl.max(tl.where(known & (request != owner), 1, 0), 0) == 0
         position = tl.where(known, position, -1)
-        # Blocks behind the page table have no page.
-        limit = tl.minimum((position + 1) // RATIO, num_columns * BLOCKS_PER_PAGE)
+        limit = (position + 1) // RATIO
+        base = 0
+        if HAS_BASE:
+            bases = tl.load(base_ptr + rows, mask=known, other=0).to(tl.int32)
+            base = tl.sum(tl.where(offs_r == tl.argmax(tl.where(known, 1, 0), 0), bases, 0), 0)
+            shifted = tl.where(known & ((bases != base) | (limit > num_words * 32)), 1, 0)
+            alone = tl.where(tl.max(shifted, 0) == 0, alone, False)
+        # Without a base, blocks behind the bitmap are behind the page table: they have no page.
+        limit = tl.minimum(limit, num_words * 32)
         words = tl.where(alone, (tl.max(limit, 0) + 31) // 32, 0)
         page_row = table_ptr + tl.maximum(owner, 0).to(tl.int64) * stride_table_r
         row_ids = ids_ptr + rows.to(tl.int64) * stride_ids_t
@@ -213,11 +233,11 @@ def build_kernel(
             at = start + offs_e
             listed = at < union
             entry = tl.load(packed + at, mask=listed, other=0, cache_modifier=".cg")
-            block = (entry >> 16).to(tl.int32)
-            page = tl.load(page_row + block // BLOCKS_PER_PAGE, mask=listed, other=0)
-            lost = (page < 0) | (page >= num_pages)
-            missing = tl.maximum(missing, tl.max(tl.where(lost, 1, 0), 0))
-            cell = page * BLOCKS_PER_PAGE + block % BLOCKS_PER_PAGE
+            place = (entry >> 16).to(tl.int32) * RATIO + base
+            cell, lost = _locate(
+                page_row, place, place + RATIO - 1, listed, num_columns, num_pages, PAGE
+            )
+            missing = tl.maximum(missing, lost)
             filler = tl.max(tl.where(listed, cell, 0), 0)
             slot = lead + at
             if HALF > 0:
@@ -240,9 +260,11 @@ def build_kernel(
             )
 
         placed = leads & (offs_r < tl.where(fits, BLOCK_R, 0))
-        page = tl.load(page_row + group // BLOCKS_PER_PAGE, mask=placed, other=0)
-        missing = tl.maximum(missing, tl.max(tl.where((page < 0) | (page >= num_pages), 1, 0), 0))
-        cell = page * BLOCKS_PER_PAGE + group % BLOCKS_PER_PAGE
+        newest = tl.max(tl.where(same, position[None, :], -1), 1)
+        cell, lost = _locate(
+            page_row, group * RATIO + base, newest + base, placed, num_columns, num_pages, PAGE
+        )
+        missing = tl.maximum(missing, lost)
         if HALF > 0:
             filler = tl.maximum(filler, tl.max(tl.where(placed, cell, 0), 0))
         at = (behind if HALF > 0 else 0) + tl.cumsum(tl.where(leads, 1, 0), 0) - 1

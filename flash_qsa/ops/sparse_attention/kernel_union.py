@@ -35,7 +35,7 @@ def _load_cells(
     stride_p,
     stride_s,
     live,
-    BLOCKS_PER_PAGE: tl.constexpr,
+    PAGE: tl.constexpr,
     RATIO: tl.constexpr,
     BLOCK_N: tl.constexpr,
     DIM: tl.constexpr,
@@ -44,8 +44,8 @@ def _load_cells(
     MASKED: tl.constexpr,
 ):
     """Keys or values of whole blocks, [BLOCK_N, DIM]; with MASKED, zeros where not `live`."""
-    page = cells // BLOCKS_PER_PAGE
-    offset = (cells - page * BLOCKS_PER_PAGE) * RATIO
+    page = cells // PAGE
+    offset = cells - page * PAGE
     base = page.to(tl.int64) * stride_p + offset * stride_s
     step = tl.arange(0, RATIO)[None, :, None] * stride_s
     # [BLOCK_N / C, C, DIM]
@@ -92,7 +92,7 @@ def union_kernel(
     capacity,
     scale,
     RATIO: tl.constexpr,
-    BLOCKS_PER_PAGE: tl.constexpr,
+    PAGE: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     ROWS: tl.constexpr,
@@ -154,11 +154,11 @@ def union_kernel(
         member = tl.load(masks_ptr + begin * BLOCK_N + offs_n).to(tl.int32)
         k = _load_cells(
             k_ptr, cells, stride_k_p, stride_k_s, live,
-            BLOCKS_PER_PAGE, RATIO, BLOCK_N, DIM, COMPUTE, FP8_BYTES, True,
+            PAGE, RATIO, BLOCK_N, DIM, COMPUTE, FP8_BYTES, True,
         )  # fmt: skip
         v = _load_cells(
             v_ptr, cells, stride_v_p, stride_v_s, live,
-            BLOCKS_PER_PAGE, RATIO, BLOCK_N, DIM, COMPUTE, FP8_BYTES, True,
+            PAGE, RATIO, BLOCK_N, DIM, COMPUTE, FP8_BYTES, True,
         )  # fmt: skip
         scores = product(q, tl.trans(k), COMPUTE) * log2_scale
         keep = (member[None, :] & bits[:, None]) != 0
@@ -175,11 +175,11 @@ def union_kernel(
         member = tl.load(masks_ptr + step * BLOCK_N + offs_n).to(tl.int32)
         k = _load_cells(
             k_ptr, cells, stride_k_p, stride_k_s, live,
-            BLOCKS_PER_PAGE, RATIO, BLOCK_N, DIM, COMPUTE, FP8_BYTES, False,
+            PAGE, RATIO, BLOCK_N, DIM, COMPUTE, FP8_BYTES, False,
         )  # fmt: skip
         v = _load_cells(
             v_ptr, cells, stride_v_p, stride_v_s, live,
-            BLOCKS_PER_PAGE, RATIO, BLOCK_N, DIM, COMPUTE, FP8_BYTES, False,
+            PAGE, RATIO, BLOCK_N, DIM, COMPUTE, FP8_BYTES, False,
         )  # fmt: skip
         scores = product(q, tl.trans(k), COMPUTE) * log2_scale
         keep = (member[None, :] & bits[:, None]) != 0

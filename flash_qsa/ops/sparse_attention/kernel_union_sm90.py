@@ -42,6 +42,7 @@ def _producer(
     k_ptr,
     v_ptr,
     cells_ptr,
+    masks_ptr,
     steps,
     stride_k_p,
     stride_k_s,
@@ -54,7 +55,7 @@ def _producer(
     k_free,
     v_free,
     RATIO: gl.constexpr,
-    BLOCKS_PER_PAGE: gl.constexpr,
+    PAGE: gl.constexpr,
     DIM: gl.constexpr,
 ):
     LANES: gl.constexpr = min(DIM // 8, 32)
@@ -69,18 +70,27 @@ def _producer(
         cells = upcoming
         # The next step's cells arrive while this one's keys and values do.
         upcoming = gl.load(cells_at + gl.minimum(step + 1, steps - 1) * (BLOCK_N // RATIO))
-        page = cells // BLOCKS_PER_PAGE
-        token = (cells - page * BLOCKS_PER_PAGE) * RATIO + offs_n % RATIO
+        page = cells // PAGE
+        token = cells - page * PAGE + offs_n % RATIO
         page = page.to(gl.int64)
         k_from = k_ptr + (page * stride_k_p + token * stride_k_s)[:, None] + offs_d[None, :]
         v_from = v_ptr + (page * stride_v_p + token * stride_v_s)[:, None] + offs_d[None, :]
         k_from = gl.max_contiguous(gl.multiple_of(k_from, [1, 16]), [1, DIM])
         v_from = gl.max_contiguous(gl.multiple_of(v_from, [1, 16]), [1, DIM])
         mbarrier.wait(k_free.index(stage), phase ^ 1)
-        _gather_async(k_smem.index(stage), k_from)
-        async_copy.mbarrier_arrive(k_ready.index(stage), increment_count=False)
-        mbarrier.wait(v_free.index(stage), phase ^ 1)
-        _gather_async(v_smem.index(stage), v_from)
+        if step < steps - 2:
+            _gather_async(k_smem.index(stage), k_from)
+            async_copy.mbarrier_arrive(k_ready.index(stage), increment_count=False)
+            mbarrier.wait(v_free.index(stage), phase ^ 1)
+            _gather_async(v_smem.index(stage), v_from)
+        else:
+            # Open groups come last and may hold tokens never written: zeros instead.
+            live = gl.load(masks_ptr + step * BLOCK_N + offs_n) != 0
+            live = live[:, None] & (offs_d < DIM)[None, :]
+            _gather_async(k_smem.index(stage), k_from, mask=live)
+            async_copy.mbarrier_arrive(k_ready.index(stage), increment_count=False)
+            mbarrier.wait(v_free.index(stage), phase ^ 1)
+            _gather_async(v_smem.index(stage), v_from, mask=live)
         async_copy.mbarrier_arrive(v_ready.index(stage), increment_count=False)
     async_copy.wait_group(0)
 
@@ -243,7 +253,7 @@ def union_sm90_kernel(
     capacity,
     scale,
     RATIO: gl.constexpr,
-    BLOCKS_PER_PAGE: gl.constexpr,
+    PAGE: gl.constexpr,
     GROUP: gl.constexpr,
     DIM: gl.constexpr,
     HALF: gl.constexpr,
@@ -302,10 +312,10 @@ def union_sm90_kernel(
                 1, HALF, GROUP, DIM, HAS_GATE, HAS_LSE,
             )),
             (_producer, (
-                k_ptr + kv_head * stride_k_h, v_ptr + kv_head * stride_v_h, cells, steps,
+                k_ptr + kv_head * stride_k_h, v_ptr + kv_head * stride_v_h, cells, masks, steps,
                 stride_k_p, stride_k_s, stride_v_p, stride_v_s,
                 k_smem, v_smem, k_ready, v_ready, k_free, v_free,
-                RATIO, BLOCKS_PER_PAGE, DIM,
+                RATIO, PAGE, DIM,
             )),
         ],
         [4, 4],
