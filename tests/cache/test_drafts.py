@@ -67,7 +67,6 @@ def test_drafts_of_several_requests_reject_apart() -> None:
 
 
 @pytest.mark.bug("O-19")
-@pytest.mark.parity("P17")
 def test_a_frozen_selection_attends_all_tokens_since_it_was_made() -> None:
     """Captured at 41 (10 blocks, tail 40, 41); rows 42 … 44 attend the blocks and 40 … p, once.
 

@@ -107,7 +107,6 @@ def test_one_to_four_tokens_after_a_cache_hit(length: int) -> None:
 
 
 @pytest.mark.bug("O-27")
-@pytest.mark.parity("P08")
 def test_the_budget_edge_is_crossed_by_decode_and_by_prefill() -> None:
     """Lengths 2,047 … 2,056 at the real budget: all rows oracle-checked, decode equals prefill."""
     sizes = {"page_size": 64, "num_pages": 70, "budget": 2048, "max_positions": 4096}
