@@ -23,8 +23,8 @@ from flash_qsa.ops.compress_keys.ring_rows import position_offset, stores_positi
 from flash_qsa.ops.device import Groups, Heads, Ring, Rope, Turns
 from flash_qsa.ops.fp8 import as_bytes, is_fp8
 from flash_qsa.ops.prepare.api import Caches, Norms, Prepared
-from flash_qsa.ops.prepare.groups import commit_ring, store_closed_group, store_open_group
-from flash_qsa.ops.prepare.heads import index_queries, keys_values, queries_gates
+from flash_qsa.ops.prepare.kernel_groups import commit_ring, store_closed_group, store_open_group
+from flash_qsa.ops.prepare.kernel_heads import index_queries, keys_values, queries_gates
 from flash_qsa.ops.prepare.tiles import Tiles, choose_tiles
 from flash_qsa.ops.rotary import RopeTable
 from flash_qsa.plan import BatchPlan
