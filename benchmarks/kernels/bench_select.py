@@ -33,26 +33,42 @@ dry: list | None = None
 """Launches are recorded here instead of performed while kernels are compiled beforehand."""
 
 
+SCORE_ONLY = {"parts": ("score",)}
+
+
 def decode_variants(blocks: int) -> dict[str, dict]:
-    """Tunings to compare in decode."""
-    found = {"default": {}}
-    for warps in (4, 8, 16):
-        found[f"w{warps}"] = {"select": {"num_warps": warps, "chunk": 64}}
-    if blocks > 8192:
-        units = 1 << (-(-blocks // 16) - 1).bit_length()
-        if units <= 16384:
-            found["g16"] = {"select": {"group": 16, "units": units, "chunk": 128}}
+    """Tunings to compare in decode; "score" is the scorer alone."""
+    found = {"default": {}, "score": SCORE_ONLY, "nopdl": {"pdl": False}}
+    for stages in (3, 5):
+        found[f"score-s{stages}"] = SCORE_ONLY | {"score": {"num_stages": stages}}
+    for programs in (2, 8):
+        found[f"score-p{programs}"] = SCORE_ONLY | {"decode": {"programs": programs}}
+    if blocks <= 8192:
+        units = 1 << (blocks - 1).bit_length()
+        for warps in (4, 8, 16, 32):
+            select = {"group": 1, "units": units, "num_warps": warps}
+            if 4 <= units // (32 * warps) <= 32:
+                found[f"direct-w{warps}"] = {"select": select}
+    else:
+        for group, warps in ((16, 8), (16, 16), (32, 8), (64, 8), (64, 16)):
+            units = 1 << (-(-blocks // group) - 1).bit_length()
+            if 1024 <= units <= 256 * warps * 4:
+                select = {"group": group, "units": units, "num_warps": warps}
+                found[f"g{group}-w{warps}"] = {"select": select | {"chunk": 512 * warps // group}}
     return found
 
 
 def prefill_variants(blocks: int) -> dict[str, tuple[dict, int]]:
-    """Tunings and workspaces to compare in prefill."""
+    """Tunings and workspaces to compare in prefill; "score" is the scorer alone."""
     big = 512 << 20
-    found = {"default": ({}, 128 << 20), "512M": ({}, big), "portable": ({"dense": None}, big)}
-    for pairs in (4, 16):
-        found[f"p{pairs}"] = ({"dense": {"pairs": pairs}}, big)
+    found = {"default": ({}, big), "score": (SCORE_ONLY, big), "nopdl": ({"pdl": False}, big)}
+    for mebibytes in (32, 64, 128, 1024):
+        found[f"{mebibytes}M"] = ({}, mebibytes << 20)
+    for pairs in (4, 16, 32):
+        found[f"score-p{pairs}"] = (SCORE_ONLY | {"dense": {"pairs": pairs}}, big)
+    found["score-s2"] = (SCORE_ONLY | {"dense": {"num_stages": 2}}, big)
     for warps in (1, 2, 4):
-        found[f"w{warps}"] = ({"select": {"num_warps": warps, "chunk": 64}}, big)
+        found[f"w{warps}"] = ({"select": {"num_warps": warps}}, big)
     return found
 
 
@@ -85,7 +101,7 @@ class Case:
         self.visible = ((position + 1) // RATIO).clamp(min=0).int().repeat(batch)
         self.batch, self.rows, self.blocks = batch, rows, blocks
 
-    def launch(self, out, cache=None, tuning=None, workspace=128 << 20, first=None):
+    def launch(self, out, cache=None, tuning=None, workspace=512 << 20, first=None):
         cache = self.caches[0] if cache is None else cache
         args = (self.query, cache, self.table, self.request_ids, self.visible, first, None)
         if dry is None:
@@ -292,26 +308,23 @@ def _timed(measure) -> float:
 
 
 def bench_decode(peer, table: list[str]) -> None:
-    for batch, rows, context in (
-        (1, 1, 8192),
-        (1, 1, 32768),
-        (1, 1, 131072),
-        (1, 1, 262144),
-        (1, 1, 1048576),
-        (8, 1, 8192),
-        (8, 1, 32768),
-        (8, 1, 131072),
-        (32, 1, 8192),
-        (32, 1, 32768),
-        (32, 1, 131072),
-        (128, 1, 8192),
-        (128, 1, 32768),
-        (8, 4, 32768),
-        (4, 4, 262144),
-    ):
-        size = batch * context // RATIO * DIM * 2
+    for batch, rows, context, dtype in [
+        (batch, 1, context << 10, torch.bfloat16)
+        for batch, contexts in {
+            1: (8, 32, 128, 256, 1024),
+            8: (8, 32, 128),
+            32: (8, 32, 128),
+            128: (8, 32),
+        }.items()
+        for context in contexts
+    ] + [
+        (8, 4, 32768, torch.bfloat16),
+        (4, 4, 262144, torch.bfloat16),
+        (32, 1, 131072, torch.float8_e4m3fn),
+    ]:
+        size = batch * context // RATIO * DIM * dtype.itemsize
         layers = max(2, min(8, (200 << 20) // size + 1))
-        case = Case(batch, rows, context // RATIO, layers=layers)
+        case = Case(batch, rows, context // RATIO, layers=layers, dtype=dtype)
         out = case.out()
         found = {}
         for name, tuning in decode_variants(case.blocks).items():
@@ -325,14 +338,28 @@ def bench_decode(peer, table: list[str]) -> None:
                 for cache in case.caches
             ]
             theirs = _timed(partial(graph_time, calls))
-        table.append(_row(f"decode {batch}x{rows} {context >> 10}K", found, theirs, size / 4.27e6))
+        table.append(
+            _row(
+                f"decode {batch}x{rows} {context >> 10}K {dtype.itemsize * 8}b",
+                found,
+                theirs,
+                size / 4.27e6,
+            )
+        )
         if dry is None:
             print(table[-1], flush=True)
 
 
 def bench_prefill(peer, table: list[str]) -> None:
-    for rows, context in ((8192, 8192), (8192, 32768), (8192, 131072), (8192, 262144)):
-        case = Case(1, rows, context // RATIO)
+    for rows, context, dtype in (
+        (8192, 8192, torch.bfloat16),
+        (8192, 32768, torch.bfloat16),
+        (8192, 131072, torch.bfloat16),
+        (8192, 262144, torch.bfloat16),
+        (2048, 1048576, torch.bfloat16),
+        (8192, 131072, torch.float8_e4m3fn),
+    ):
+        case = Case(1, rows, context // RATIO, dtype=dtype)
         out = case.out()
         found = {}
         for name, (tuning, workspace) in prefill_variants(case.blocks).items():
@@ -346,7 +373,9 @@ def bench_prefill(peer, table: list[str]) -> None:
             theirs = _timed(partial(median, stock))
         visible = 0.0 if dry is not None else float(case.visible.float().sum())
         floor = visible * HEADS * DIM * 2 / 790e6
-        table.append(_row(f"prefill {rows} at {context >> 10}K", found, theirs, floor))
+        table.append(
+            _row(f"prefill {rows} at {context >> 10}K {dtype.itemsize * 8}b", found, theirs, floor)
+        )
         if dry is None:
             print(table[-1], flush=True)
 
@@ -359,7 +388,8 @@ def median(call) -> float:
 
 
 def _row(name: str, found: dict[str, float], theirs: float, floor: float) -> str:
-    best = min((t for t in found.values() if t == t), default=float("nan"))
+    whole = [t for label, t in found.items() if not label.startswith("score")]
+    best = min((t for t in whole if t == t), default=float("nan"))
     cells = " ".join(f"{label} {value:.1f}" for label, value in found.items())
     return f"{name} | vllm {theirs:.1f} floor {floor:.1f} ratio {theirs / best:.2f} | {cells}"
 

@@ -17,7 +17,7 @@ from flash_qsa.checks import (
 from flash_qsa.ops.fp8 import is_fp8
 from flash_qsa.plan import BatchPlan
 
-DEFAULT_WORKSPACE_BYTES = 128 << 20
+DEFAULT_WORKSPACE_BYTES = 512 << 20
 MIN_WORKSPACE_BYTES = 1 << 20
 
 
@@ -56,7 +56,7 @@ def select_blocks(
         first_block: int32 [T], blocks before it are not candidates; 0 by default.
         plan: the step's batch, whose host integers choose a schedule; never changes the result.
         workspace: bytes that scoring may hold at a time (at least 1 MiB), or a uint8 buffer of
-            that size to use; 128 MiB by default.
+            that size to use; up to 512 MiB by default, and no more than the step needs.
         out: int32 [T, K] to fill.
 
     Returns:

@@ -58,7 +58,10 @@ def launch(
             "select_blocks supports; give a plan whose max_seq_len is smaller"
         )
     rows, top_k = out.shape
-    step = _Step(query, cache, page_table, request_ids, visible_blocks, first_block, out, width)
+    step = _Step(
+        query, cache, page_table, request_ids, visible_blocks, first_block, out, width, target
+    )
+    step.pdl &= tuning.get("pdl", True)
     select = tiles.choose_select(rows, width, top_k, target)
     select = replace(select, **tuning.get("select", {}))
     if select.group == 0:
@@ -77,11 +80,12 @@ def _run_phase(
     tuning: dict[str, Any],
 ) -> None:
     rows = phase.end - phase.begin
-    shape = (step.width, *step.query.shape[1:], tiles.product_bytes(step.query.dtype, target))
-    dense = None if step.query.dtype == torch.uint8 else tiles.choose_dense(phase, *shape, target)
+    product = tiles.product_dtype(step.query.dtype, target)
+    shape = (step.width, *step.query.shape[1:], product.itemsize)
+    dense = tiles.choose_dense(phase, *shape, target)
     if dense is not None:
         dense = replace(dense, **(tuning.get("dense") or {}))
-        keys = _GatheredKeys(step, dense, plan)
+        keys = _GatheredKeys(step, dense, product, plan)
         room = workspace if isinstance(workspace, int) else workspace.numel()
         if 2 * keys.size > room or tuning.get("dense", True) is None:
             dense = None
@@ -91,6 +95,7 @@ def _run_phase(
     space = _Workspace(
         workspace, step.width, select, rows, step.out.device, 0 if dense is None else keys.size
     )
+    parts = tuning.get("parts", ("score", "select"))
     if dense is not None:
         keys.fill(step, space)
     for begin in range(phase.begin, phase.end, space.rows):
@@ -98,16 +103,24 @@ def _run_phase(
         if dense is not None:
             step.score_dense(dense, select, begin, end, space, keys, target)
         else:
-            score = tiles.choose_score(replace(phase, begin=begin, end=end), *shape, target)
+            part = replace(phase, begin=begin, end=end)
+            score = tiles.choose_score(part, *shape, target, **tuning.get("decode", {}))
             score = replace(score, **tuning.get("score", {}))
             step.score(score, select, begin, end, space, target)
-        step.select(select, begin, end, space)
+        if "select" in parts:
+            step.select(select, begin, end, space)
 
 
 class _GatheredKeys:
     """Contiguous compressed keys of the requests that prefill: [requests, width, DIM_PAD]."""
 
-    def __init__(self, step: _Step, dense: tiles.DenseTiles, plan: BatchPlan | None) -> None:
+    def __init__(
+        self,
+        step: _Step,
+        dense: tiles.DenseTiles,
+        product: torch.dtype,
+        plan: BatchPlan | None,
+    ) -> None:
         requests = step.page_table.shape[0]
         self.begin = 0 if plan is None else min(plan.num_decodes, requests)
         self.count = requests - self.begin
@@ -115,20 +128,20 @@ class _GatheredKeys:
         self.padded = -(-step.width // pair) * pair
         self.stride = self.padded * dense.dim_pad
         self.dim_pad = dense.dim_pad
-        self.size = self.count * self.stride * step.query.element_size()
+        self.dtype = product
+        self.size = self.count * self.stride * product.itemsize
         self.lengths = None if plan is None else plan.seq_lens
         self.ratio = 1 if plan is None else plan.compress_ratio
 
     def fill(self, step: _Step, space: _Workspace) -> None:
-        integers, nan_bits = _AS_INTEGERS[step.cache.dtype]
-        self.tensor = space.keys.view(step.cache.dtype)
-        cache, table = step.cache.view(integers), step.page_table
+        self.tensor = space.keys.view(self.dtype)
+        cache, table = step.cache, step.page_table
         blocks = self.padded // tiles.BLOCK_N
         gather_kernel[(blocks * self.count,)](
             cache,
             table,
             table if self.lengths is None else self.lengths,
-            space.keys.view(integers),
+            self.tensor,
             cache.stride(0),
             cache.stride(1),
             table.stride(0),
@@ -144,16 +157,9 @@ class _GatheredKeys:
             DIM_PAD=self.dim_pad,
             PAGE_BLOCKS=cache.shape[1],
             BLOCK_N=tiles.BLOCK_N,
-            NAN_BITS=nan_bits,
+            E4M3=step.e4m3,
             num_warps=4,
         )
-
-
-_AS_INTEGERS = {
-    torch.bfloat16: (torch.int16, 0x7FC0),
-    torch.float16: (torch.int16, 0x7E00),
-    torch.float8_e4m3fn: (torch.uint8, 0x7F),
-}
 
 
 def _storage(tensor: torch.Tensor, target: Target) -> torch.Tensor:
@@ -210,12 +216,17 @@ class _Workspace:
 class _Step:
     """The arguments that both kernels share."""
 
-    def __init__(self, query, cache, page_table, request_ids, visible, first, out, width) -> None:
+    def __init__(
+        self, query, cache, page_table, request_ids, visible, first, out, width, target
+    ) -> None:
         self.query, self.cache, self.page_table = query, cache, page_table
         self.request_ids, self.visible, self.out, self.width = request_ids, visible, out, width
         self.has_first = first is not None
         self.first = first if self.has_first else visible
         self.top_k = out.shape[1]
+        self.e4m3 = {torch.uint8: 2, torch.float8_e4m3fn: 1}.get(query.dtype, 0)
+        # dependent launch: the selection's start overlaps the scorer's end
+        self.pdl = target.backend == "cuda" and target.capability >= (9, 0) and not interpreting()
 
     def score(
         self,
@@ -262,9 +273,10 @@ class _Step:
             BLOCK_N=tiles.BLOCK_N,
             GROUP=select.group,
             PAGE_BLOCKS=cache.shape[1],
-            E4M3_BYTES=query.dtype == torch.uint8,
+            E4M3=self.e4m3,
             WIDEN=not target.has_bf16,
             HAS_FIRST=self.has_first,
+            PDL=self.pdl,
             STAGES=score.num_stages,
             num_warps=score.num_warps,
             **options,
@@ -312,7 +324,9 @@ class _Step:
             ROWS=dense.rows,
             GROUP=select.group,
             HAS_FIRST=self.has_first,
+            E4M3=self.e4m3,
             PTX=target.backend == "cuda" and not interpreting(),
+            PDL=self.pdl,
             STAGES=dense.num_stages,
             num_warps=dense.num_warps,
             **options,
@@ -324,6 +338,7 @@ class _Step:
         scores = self.out if space is None else space.scores
         grouped = space is not None and select.group > 1
         widths = (0, 0, 0) if space is None else space.widths
+        pdl = self.pdl and space is not None
         select_kernel[(end - begin,)](
             scores,
             space.maxima if grouped else scores,
@@ -345,6 +360,8 @@ class _Step:
             SURVIVORS=select.survivors,
             CHUNK=select.chunk,
             HAS_FIRST=self.has_first,
+            PDL=pdl,
             num_warps=select.num_warps,
             num_stages=1,
+            **({"launch_pdl": True} if pdl else {}),
         )

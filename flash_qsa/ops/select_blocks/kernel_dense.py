@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flash_qsa.ops.select_blocks.kernel_score import HIDDEN, sum_heads
+from flash_qsa.ops.select_blocks.kernel_score import HIDDEN, operand, sum_heads
 
 
 @triton.jit
@@ -43,9 +43,9 @@ def gather_kernel(
     DIM_PAD: tl.constexpr,
     PAGE_BLOCKS: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    NAN_BITS: tl.constexpr,
+    E4M3: tl.constexpr,
 ):
-    """keys[request, block] = cache[page of block], as integers of the key's width."""
+    """keys[request, block] = cache[page of block], FP8 as FP16."""
     which = (tl.program_id(0) // tiles).to(tl.int64)
     request = request_begin + which
     count = width
@@ -66,10 +66,10 @@ def gather_kernel(
     keys = tl.load(
         cache_ptr + cells[:, None] + offs_d[None, :],
         mask=present[:, None] & (offs_d < HEAD_DIM)[None, :],
-        other=0,
+        other=0.0,
     )
-    missing = (page < 0) | (page >= num_pages)
-    keys = tl.where(missing[:, None], NAN_BITS, keys).to(keys.dtype)
+    keys = operand(keys, E4M3, False)
+    keys = tl.where(present[:, None], keys, float("nan")).to(keys_ptr.dtype.element_ty)
     tl.store(
         keys_ptr + which * stride_keys + offs_n[:, None].to(tl.int64) * DIM_PAD + offs_d[None, :],
         keys,
@@ -160,9 +160,13 @@ def dense_score_kernel(
     ROWS: tl.constexpr,
     GROUP: tl.constexpr,
     HAS_FIRST: tl.constexpr,
+    E4M3: tl.constexpr,
     PTX: tl.constexpr,
+    PDL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     split = tl.program_id(0) % splits
     tile_row = (tl.program_id(0) // splits) * ROWS
 
@@ -191,7 +195,7 @@ def dense_score_kernel(
         & (offs_d < HEAD_DIM)[None, :],
         other=0.0,
     )
-    queries = tl.trans(queries)
+    queries = tl.trans(operand(queries, E4M3, False))
 
     offs_m = tl.arange(0, 64)
     quads = tl.arange(0, 32)

@@ -51,9 +51,16 @@ def ordered(scores):
 
 
 @triton.jit
-def _operand(values, E4M3_BYTES: tl.constexpr, WIDEN: tl.constexpr):
-    if E4M3_BYTES:
+def operand(values, E4M3: tl.constexpr, WIDEN: tl.constexpr):
+    """Operands of the product. E4M3: 0 for other types, 1 typed, 2 as bytes.
+
+    FP8 becomes FP16, which holds every e4m3 number: Hopper's FP8 matrix units keep about 14 bits
+    of a sum, FP16 ones all of FP32's.
+    """
+    if E4M3 == 2:
         exact = e4m3_to_fp16(values)
+    elif E4M3 == 1:
+        exact = values.to(tl.float16)
     else:
         exact = values
     if WIDEN:
@@ -84,7 +91,7 @@ def _score_tile(
     HEADS_PAD: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PAGE_BLOCKS: tl.constexpr,
-    E4M3_BYTES: tl.constexpr,
+    E4M3: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """int32 keys [BLOCK_N, ROWS_PAD] of one tile."""
@@ -112,8 +119,8 @@ def _score_tile(
             other=0.0,
         )
         dots = tl.dot(
-            _operand(keys, E4M3_BYTES, WIDEN),
-            tl.trans(_operand(queries, E4M3_BYTES, WIDEN)),
+            operand(keys, E4M3, WIDEN),
+            tl.trans(operand(queries, E4M3, WIDEN)),
             dots,
             input_precision="ieee",
         )
@@ -156,11 +163,15 @@ def score_kernel(
     BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
     PAGE_BLOCKS: tl.constexpr,
-    E4M3_BYTES: tl.constexpr,
+    E4M3: tl.constexpr,
     WIDEN: tl.constexpr,
     HAS_FIRST: tl.constexpr,
+    PDL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    if PDL:
+        # the selection may start; it waits for this grid's end before it reads
+        tl.extra.cuda.gdc_launch_dependents()
     split = tl.program_id(0) % splits
     tile_row = (tl.program_id(0) // splits).to(tl.int64) * ROWS
 
@@ -222,7 +233,7 @@ def score_kernel(
                 HEADS_PAD,
                 BLOCK_N,
                 PAGE_BLOCKS,
-                E4M3_BYTES,
+                E4M3,
                 WIDEN,
             )
             candidate = (offs_n[:, None] < top[None, :]) & (offs_n[:, None] >= bottom[None, :])

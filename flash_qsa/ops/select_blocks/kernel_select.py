@@ -186,6 +186,7 @@ def select_kernel(
     SURVIVORS: tl.constexpr,
     CHUNK: tl.constexpr,
     HAS_FIRST: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     local = tl.program_id(0).to(tl.int64)
     row = row_begin + local
@@ -198,6 +199,9 @@ def select_kernel(
     # scores exist for first … stored - 1; blocks behind them have no page and rank last
     stored = tl.minimum(visible, width)
     out_row = out_ptr + row * stride_out
+    if PDL:
+        # everything above was written before the scorer began
+        tl.extra.cuda.gdc_wait()
     if stored - first <= TOP_K:
         _write_run(out_row, first, visible - first, TOP_K, TOP_K_PAD)
     elif GROUP == 1:

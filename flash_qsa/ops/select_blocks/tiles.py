@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from flash_qsa.ops.fp8 import is_fp8
 from flash_qsa.plan import BatchPlan
 from flash_qsa.targets import Target
 
@@ -19,6 +20,10 @@ MAX_BLOCKS = MAX_GROUP * MAX_UNITS
 
 DECODE_ROWS = 16
 """Rows of one request up to which keys are streamed once for few queries."""
+
+
+DECODE_PROGRAMS = 4
+"""Programs of the decode scorer per multiprocessor."""
 
 
 @dataclass(frozen=True)
@@ -97,18 +102,23 @@ def phases(rows: int, requests: int, plan: BatchPlan | None) -> list[Phase]:
     return found
 
 
-def product_bytes(dtype: torch.dtype, target: Target) -> int:
-    """Bytes of a channel in the product. Without matrix units for 16 bits it is FP32; FP8 where
-    the type is missing is multiplied as FP16."""
+def product_dtype(dtype: torch.dtype, target: Target) -> torch.dtype:
+    """What the product multiplies: FP8 as FP16, FP32 where no matrix unit takes 16 bits."""
     if dtype == torch.float32 or not target.has_bf16:
-        return 4
-    return 1 if dtype == torch.float8_e4m3fn else 2
+        return torch.float32
+    return torch.float16 if is_fp8(dtype) else dtype
 
 
 def choose_score(
-    phase: Phase, width: int, heads: int, dim: int, itemsize: int, target: Target
+    phase: Phase,
+    width: int,
+    heads: int,
+    dim: int,
+    itemsize: int,
+    target: Target,
+    programs: int = DECODE_PROGRAMS,
 ) -> ScoreTiles:
-    """Tiles of the scorer for rows of up to `width` keys; `itemsize` is `product_bytes`."""
+    """Tiles of the scorer for rows of up to `width` keys; `itemsize` is the product's."""
     heads_pad, dim_pad = max(2, power_of_two(heads)), max(32, power_of_two(dim))
     key_tiles = -(-width // BLOCK_N)
     rows = phase.end - phase.begin
@@ -117,7 +127,7 @@ def choose_score(
         tile_rows = max(1, min(phase.query_len, rows))
         rows_pad = max(4, power_of_two(tile_rows))
         row_tiles = -(-rows // tile_rows)
-        splits = max(1, min(key_tiles, 4 * target.processors // row_tiles))
+        splits = max(1, min(key_tiles, programs * target.processors // row_tiles))
     else:
         columns = 256 if target.shared_memory > (128 << 10) else 128
         if itemsize == 4 or target.shared_memory <= (64 << 10):
