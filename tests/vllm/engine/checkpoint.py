@@ -1,5 +1,10 @@
 """Writes a small Qwen4-Exp checkpoint that vLLM's CPU engine loads, and asks transformers for its
-greedy tokens: `checkpoint.py FOLDER REQUESTS.json TOKENS.json`."""
+greedy tokens: `checkpoint.py FOLDER`.
+
+The folder gets the checkpoint and REQUESTS.json: prompts with transformers' own continuations. A
+random model is often undecided between two tokens; a prompt is kept only if at every step the best
+logit leads by a tenth of the logits' spread, far more than BF16 moves them.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +17,12 @@ import torch
 from flash_qsa.testing.tiny_models import tiny_text_model
 
 OVERRIDES = {
-    # vLLM's CPU kernel for gated delta nets has these head sizes alone
+    # vLLM's CPU kernel for gated delta nets has these head sizes alone; one head keeps the state,
+    # and with it vLLM's page, small
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 1,
     "num_hidden_layers": 2,
     "ple_layer_ids": [],
     # vLLM's fused preparation has these sizes alone; without it vLLM needs FlashInfer
@@ -24,22 +32,40 @@ OVERRIDES = {
         "rope_type": "default",
         "rope_theta": 10_000.0,
         "partial_rotary_factor": 0.5,
+        "mrope_section": [11, 11, 10],
+        "mrope_interleaved": True,
     },
 }
+LENGTHS = (67, 23, 5, 40, 31)
+NEW_TOKENS = 6
+LEAD = 0.1
+TRIES = 200
 
 
-def main(folder: Path, requests: Path, tokens: Path) -> None:
+def decisive_request(model, length: int, generator: torch.Generator) -> dict:
+    """A random prompt of `length` tokens whose continuation is not a matter of rounding."""
+    for _ in range(TRIES):
+        prompt = torch.randint(3, 250, (1, length), generator=generator)
+        ids = prompt
+        for _ in range(NEW_TOKENS):
+            logits = model(input_ids=ids, use_cache=False).logits[0, -1].float()
+            best = logits.topk(2)
+            if float(best.values[0] - best.values[1]) < LEAD * float(logits.std()):
+                break
+            ids = torch.cat((ids, best.indices[:1][None]), 1)
+        else:
+            return {"prompt": prompt[0].tolist(), "tokens": ids[0, length:].tolist()}
+    raise RuntimeError(f"no decisive prompt of {length} tokens in {TRIES} tries")
+
+
+@torch.no_grad()
+def main(folder: Path) -> None:
     model = tiny_text_model(**OVERRIDES).to(torch.bfloat16)
     model.save_pretrained(folder)
-    answers = []
-    for request in json.loads(requests.read_text()):
-        ids = torch.tensor([request["prompt"]])
-        out = model.generate(
-            ids, max_new_tokens=request["new_tokens"], do_sample=False, eos_token_id=None
-        )
-        answers.append(out[0, ids.shape[1] :].tolist())
-    tokens.write_text(json.dumps(answers))
+    generator = torch.Generator().manual_seed(5)
+    requests = [decisive_request(model, length, generator) for length in LENGTHS]
+    (folder / "REQUESTS.json").write_text(json.dumps(requests))
 
 
 if __name__ == "__main__":
-    main(*(Path(argument) for argument in sys.argv[1:]))
+    main(Path(sys.argv[1]))

@@ -1,7 +1,8 @@
-"""Generates with vLLM's engine: `serve.py FOLDER REQUESTS.json ANSWERS.json`.
+"""Generates with vLLM's engine: `serve.py FOLDER ANSWERS.json`, on checkpoint.py's requests.
 
-FLASH_QSA_VLLM=0 in the environment leaves vLLM's own QSA in place. Engine arguments come from the
-request file's neighbour, ENGINE.json.
+FLASH_QSA_VLLM=0 in the environment leaves vLLM's own QSA in place. The engine is small on purpose:
+prompts are prefilled in chunks, four of five requests run at a time, memory is short enough for
+preemption, and a second pass finds its prompts in the prefix cache.
 """
 
 from __future__ import annotations
@@ -10,42 +11,40 @@ import json
 import sys
 from pathlib import Path
 
+ENGINE = {
+    "max_model_len": 128,
+    "max_num_batched_tokens": 48,
+    "max_num_seqs": 4,
+    "block_size": 32,
+    "num_gpu_blocks_override": 14,
+    "enforce_eager": True,
+    "enable_prefix_caching": True,
+    "disable_log_stats": False,
+}
 
-def main(folder: Path, requests_file: Path, answers_file: Path) -> None:
+
+def main(folder: Path, answers_file: Path) -> None:
     from vllm import LLM, SamplingParams
 
-    requests = json.loads(requests_file.read_text())
-    arguments = json.loads((requests_file.parent / "ENGINE.json").read_text())
-    engine = LLM(model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", **arguments)
+    requests = json.loads((folder / "REQUESTS.json").read_text())
+    engine = LLM(model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", **ENGINE)
     prompts = [{"prompt_token_ids": request["prompt"]} for request in requests]
     sampling = [
         SamplingParams(
-            temperature=0.0,
-            max_tokens=request["new_tokens"],
-            ignore_eos=True,
-            detokenize=False,
-            logprobs=2,
+            temperature=0.0, max_tokens=len(request["tokens"]), ignore_eos=True, detokenize=False
         )
         for request in requests
     ]
-    answers = []
-    for _ in range(2):  # the second pass finds its prompts in the prefix cache
+    passes = []
+    for _ in range(2):
         outputs = engine.generate(prompts, sampling, use_tqdm=False)
-        answers.append(
-            [
-                {
-                    "tokens": list(output.outputs[0].token_ids),
-                    "top": [
-                        [[token, entry.logprob] for token, entry in step.items()]
-                        for step in output.outputs[0].logprobs
-                    ],
-                    "cached": output.num_cached_tokens,
-                }
-                for output in outputs
-            ]
-        )
-    metrics = {metric.name: getattr(metric, "value", None) for metric in engine.get_metrics()}
-    answers_file.write_text(json.dumps({"passes": answers, "metrics": metrics}))
+        passes.append([list(output.outputs[0].token_ids) for output in outputs])
+    counters = {
+        metric.name: metric.value
+        for metric in engine.get_metrics()
+        if metric.name in ("vllm:num_preemptions", "vllm:prefix_cache_hits")
+    }
+    answers_file.write_text(json.dumps({"passes": passes, "counters": counters}))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Corrections that vLLM's own BF16 and FP8 kernels need in Triton's interpreter.
 
 The interpreter holds BF16 as the bits of a uint16 and computes on those. Here every operation on
-BF16 goes through FP32 and is rounded to nearest even. Nor does it round to e4m3 as GPUs do. flash-qsa's own tests do not use this: they
-keep to FP32 and FP16.
+BF16 goes through FP32 and is rounded to nearest even. Nor does it round to e4m3 as GPUs do.
+
+flash-qsa's own tests do not use this: they keep to FP32 and FP16.
 """
 
 from __future__ import annotations

@@ -1,0 +1,386 @@
+"""Our layer among vLLM's own classes: construction, refusals, weights, caches, dummy batches.
+
+Claims, line by line of the parity list: what is refused and how; the checkpoint's names; packed
+weights on every rank equal vLLM's own packing, for both loader generations and named shards; the
+caches ask for vLLM's bytes; profiling and dummy batches select nothing and write zeros.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from harness import (
+    PREFIX,
+    Side,
+    StockAttention,
+    build,
+    checkpoint,
+    engine_config,
+    finish_loading,
+    forward_context,
+    load,
+    text_config,
+)
+
+from flash_qsa.integrations.vllm import selection
+from flash_qsa.integrations.vllm.backend import QSABackend, QSAImpl
+from flash_qsa.integrations.vllm.caches import SideCacheBackend
+from flash_qsa.integrations.vllm.owner import QSAAttention
+from flash_qsa.ops.prepare.api import Prepared
+from flash_qsa.testing.inputs import Shape
+
+SHAPE = Shape(
+    heads=4, kv_heads=2, head_dim=128, index_heads=2, index_dim=128, page_size=48,
+    ring_capacity=4,
+)  # fmt: skip
+
+
+@pytest.fixture
+def layer():
+    return build(QSAAttention, engine_config(text_config()))
+
+
+@pytest.mark.parity("P01")
+@pytest.mark.parametrize("kind", [StockAttention, QSAAttention], ids=["vllm", "ours"])
+def test_a_cache_and_a_16_bit_model_are_needed(kind):
+    with pytest.raises(ValueError):
+        build(kind, engine_config(text_config(), cache_config=None))
+    with pytest.raises(NotImplementedError):
+        build(kind, engine_config(text_config(), dtype=torch.float32))
+
+
+def test_fp16_goes_beyond_vllms_layer():
+    config = engine_config(text_config(), dtype=torch.float16)
+    with pytest.raises(NotImplementedError):
+        build(StockAttention, config)
+    layer = build(QSAAttention, engine_config(text_config(), dtype=torch.float16))
+    assert layer.qkv_proj.weight.dtype == layer.kv_cache_torch_dtype == torch.float16
+    assert layer.indexer.index_dtype == layer.indexer.raw_key_cache.dtype == torch.float16
+
+
+@pytest.mark.parity("P02", "P25", "P26", "P33")
+def test_geometry_comes_from_the_config():
+    config = text_config(indexer_n_heads=3, indexer_budget=40, indexer_compress_ratio=8)
+    layer = build(QSAAttention, engine_config(config))
+    index = layer.indexer
+    assert layer.index_qk_size == 4 * 128 and index.config.top_k == 5
+    assert (index.output_width, index.packed_output_width) == (47, 48)
+    assert layer.scaling == 128**-0.5 and layer.head_dim == 128
+    assert layer.topk_indices_buffer.shape == (128, selection.row_width(5))
+    assert layer.topk_indices_buffer.dtype == torch.int32
+    assert "topk_indices_buffer" not in layer.state_dict()
+    assert layer.qkv_proj.bias is None and layer.o_proj.bias is None
+    assert layer.q_size == 4 * 128 and layer.qkv_proj.output_sizes[0] == 2 * layer.q_size
+
+
+@pytest.mark.parity("P03", "P04", "P32")
+def test_weights_carry_the_checkpoints_names_and_the_joint_product_is_whole():
+    config = text_config()
+    separate = build(QSAAttention, engine_config(config, lora_config=object()))
+    assert not separate.fuse_indexer_projection
+    names = {name for name, _ in separate.named_parameters()}
+    assert {f"indexer.{n}.weight" for n in ("index_qk_proj", "q_layernorm", "k_layernorm")} <= names
+    fused = build(QSAAttention, engine_config(config))
+    assert fused.fuse_indexer_projection and not hasattr(fused.indexer, "index_qk_proj")
+    assert fused.indexer.q_layernorm.variance_epsilon == config.rms_norm_eps
+    weights = checkpoint(config)
+    assert {name.split(".")[0] for name in load(fused, weights)} >= {"qkv_proj", "o_proj"}
+    load(separate, weights)
+    index = weights["indexer.index_qk_proj.weight"]
+    assert torch.equal(fused.qkv_proj.weight[-len(index) :], index)
+    assert torch.equal(separate.indexer.index_qk_proj.weight, index)
+
+
+@pytest.mark.parity("P24", "P32")
+@pytest.mark.parametrize("version", ["weight_loader", "weight_loader_v2"])
+@pytest.mark.parametrize(("count", "heads", "kv_heads"), [(2, 4, 2), (4, 4, 2), (4, 8, 1)])
+def test_every_rank_packs_what_vllm_packs(ranks, version, count, heads, kv_heads):
+    config = text_config(num_attention_heads=heads, num_key_value_heads=kv_heads)
+    weights = checkpoint(config)
+    shards = [weights[f"{name}.weight"] for name in ("q_proj", "k_proj", "v_proj")]
+    shards.append(weights["indexer.index_qk_proj.weight"])
+    for rank in range(count):
+        ranks(count, rank)
+        packed = []
+        for kind in (StockAttention, QSAAttention):
+            projection = build(kind, engine_config(config)).qkv_proj
+            for number, weight in enumerate(shards):
+                getattr(projection, version)(projection.weight, weight, number)
+            assert projection.tp_rank == rank
+            packed.append(projection.weight.detach().clone())
+        assert torch.equal(*packed)
+        dim, replicas = 128, max(1, count // kv_heads)
+        rows = 2 * heads * dim // count
+        assert torch.equal(packed[1][:rows], shards[0][rank * rows : (rank + 1) * rows])
+        kv_rows = max(1, kv_heads // count) * dim
+        first = rank // replicas * kv_rows
+        assert torch.equal(packed[1][rows : rows + kv_rows], shards[1][first : first + kv_rows])
+
+
+@pytest.mark.parity("P32")
+def test_rank_fields_come_back_even_after_an_error(ranks):
+    ranks(4, 3)
+    projection = build(QSAAttention, engine_config(text_config())).qkv_proj
+    projection.weight.tp_rank = 3
+    with pytest.raises((RuntimeError, AssertionError, ValueError)):
+        projection.weight_loader(projection.weight, torch.zeros(1, 64, dtype=torch.bfloat16), 1)
+    assert projection.tp_rank == 3 and projection.weight.tp_rank == 3
+    with pytest.raises(ValueError, match="shard"):
+        projection.weight_loader(projection.weight, torch.zeros(1, 64), "gate")
+    assert projection.tp_rank == 3
+
+
+@pytest.mark.parity("P24")
+@pytest.mark.parametrize(
+    ("count", "heads", "kv_heads", "named"),
+    [(3, 4, 2, "4.*3"), (2, 6, 3, "3.*2"), (3, 6, 2, "2.*3")],
+)
+def test_heads_that_do_not_divide_are_refused_with_their_numbers(
+    ranks, count, heads, kv_heads, named
+):
+    ranks(count)
+    config = text_config(num_attention_heads=heads, num_key_value_heads=kv_heads)
+    with pytest.raises(ValueError, match=named):
+        build(QSAAttention, engine_config(config))
+
+
+class Quantised:
+    """A quantisation config that leaves every layer in 16 bits, and counts who asked."""
+
+    def __init__(self, name: str, **fields) -> None:
+        self.name, self.asked = name, []
+        vars(self).update(fields)
+
+    def get_name(self) -> str:
+        return self.name
+
+    def get_quant_method(self, layer, prefix):
+        from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+        self.asked.append(prefix)
+        return UnquantizedLinearMethod()
+
+
+@pytest.mark.parity("P27")
+def test_modelopt_fp4_leaves_the_attention_projections_alone():
+    quant = Quantised("modelopt_fp4")
+    layer = build(QSAAttention, engine_config(text_config()), quant_config=quant)
+    assert quant.asked == [f"{PREFIX}.o_proj"]
+    assert layer.fuse_indexer_projection
+
+
+@pytest.mark.parity("P32")
+def test_projections_of_two_quantisation_methods_stay_apart():
+    class Mixed(Quantised):
+        def get_quant_method(self, layer, prefix):
+            from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+            class Other(UnquantizedLinearMethod):
+                pass
+
+            return Other() if "index_qk_proj" in prefix else UnquantizedLinearMethod()
+
+    layer = build(QSAAttention, engine_config(text_config()), quant_config=Mixed("fp8"))
+    assert not layer.fuse_indexer_projection and hasattr(layer.indexer, "index_qk_proj")
+
+
+@pytest.mark.parity("P23", "P05")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kv": "fp8_e5m2"},
+        {"index": "int8"},
+        {
+            "parallel_config": SimpleNamespace(
+                prefill_context_parallel_size=1, decode_context_parallel_size=2
+            )
+        },
+    ],
+    ids=["main cache", "index cache", "context parallel"],
+)
+def test_both_layers_refuse_the_same(changes):
+    for kind in (StockAttention, QSAAttention):
+        with pytest.raises(NotImplementedError):
+            build(kind, engine_config(text_config(), **changes))
+
+
+@pytest.mark.parity("P23")
+def test_quantised_kv_checkpoints_are_refused():
+    quant = Quantised("fp8", kv_cache_scheme={"num_bits": 8})
+    for kind in (StockAttention, QSAAttention):
+        with pytest.raises(NotImplementedError):
+            build(kind, engine_config(text_config()), quant_config=quant)
+
+
+@pytest.mark.parity("P28")
+def test_the_main_cache_dtype_follows_the_layer_and_scales_are_buffers():
+    config = engine_config(text_config(), kv="fp8")
+    config.cache_config.kv_cache_dtype_skip_layers = ["1"]
+    skipped, kept = build(QSAAttention, config), build(QSAAttention, config, layer_id=3)
+    assert skipped.kv_cache_torch_dtype == torch.bfloat16
+    assert kept.kv_cache_torch_dtype == torch.uint8
+    buffers = dict(kept.named_buffers())
+    assert float(buffers["_k_scale"]) == float(buffers["_v_scale"]) == 1.0
+    assert skipped.impl.scales(skipped) == (None, None)
+    assert kept.impl.scales(kept)[0] is kept._k_scale
+
+
+@pytest.mark.parity("P34")
+def test_a_name_is_registered_once():
+    config = engine_config(text_config())
+    layer = build(QSAAttention, config)
+    known = config.compilation_config.static_forward_context
+    assert known[layer.layer_name] is layer and len(known) == 3
+    with pytest.raises(ValueError, match="already registered"):
+        build(QSAAttention, config)
+
+
+@pytest.mark.parity("P35", "P06", "P07")
+@pytest.mark.parametrize("drafts", [0, 1, 5])
+@pytest.mark.parametrize("kv", ["auto", "fp8"])
+def test_caches_ask_for_vllms_bytes(drafts, kv):
+    specs = []
+    for kind in (StockAttention, QSAAttention):
+        config = engine_config(text_config(), kv=kv, index="fp8", drafts=drafts, block_size=240)
+        build(kind, config)
+        known = config.compilation_config.static_forward_context
+        specs.append({name: layer.get_kv_cache_spec(config) for name, layer in known.items()})
+    assert specs[0] == specs[1]
+    for name in specs[0]:
+        assert specs[0][name].page_size_bytes == specs[1][name].page_size_bytes
+
+
+@pytest.mark.parity("P07")
+def test_pages_that_cut_a_group_are_refused():
+    with pytest.raises(ValueError, match="50.*4"):
+        build(QSAAttention, engine_config(text_config(), block_size=50))
+
+
+def test_page_sizes_are_read_when_the_specs_are():
+    """Hybrid models raise the block size after their layers are built."""
+    config = engine_config(text_config(), block_size=48)
+    layer = build(QSAAttention, config)
+    config.cache_config.block_size = 160
+    keys = layer.indexer.compressed_key_cache.get_kv_cache_spec(config)
+    assert keys.block_size == layer.get_kv_cache_spec(config).block_size == 160
+
+
+@pytest.mark.parity("P40")
+def test_backend_facts_are_vllms(layer):
+    stock = build(StockAttention, engine_config(text_config())).attn_backend
+    assert layer.get_attn_backend() is QSABackend and QSABackend.get_impl_cls() is QSAImpl
+    assert QSABackend.get_name() == "FLASH_QSA"
+    for fact in ("is_sparse", "supports_kv_connector", "get_supported_kernel_block_sizes"):
+        assert getattr(QSABackend, fact)() == getattr(stock, fact)(), fact
+    assert QSABackend.supported_kv_cache_dtypes == stock.supported_kv_cache_dtypes
+    assert set(stock.supported_dtypes) < set(QSABackend.supported_dtypes)
+    assert QSABackend.forward_includes_kv_cache_update is False
+    builder = QSABackend.get_builder_cls()
+    assert builder._cudagraph_support == stock.get_builder_cls()._cudagraph_support
+    side = build(StockAttention, engine_config(text_config())).indexer.raw_key_cache
+    theirs = side.get_attn_backend().supported_kv_cache_layouts()
+    assert SideCacheBackend.supported_kv_cache_layouts() == theirs
+
+
+@pytest.mark.parity("P41", "P43")
+def test_the_implementation_refuses_what_it_cannot_do(layer):
+    query = torch.zeros(2, 4, 128, dtype=torch.bfloat16)
+    prepared, plan = Prepared(query, query, query[:, :2]), SimpleNamespace(num_rows=2)
+    call = (prepared, layer.kv_cache, plan, layer.options, torch.empty_like(query))
+    with pytest.raises(RuntimeError, match="topk_indices_buffer"):
+        layer.impl.forward_qsa(SimpleNamespace(), *call)
+    with pytest.raises(NotImplementedError, match="output_scale"):
+        layer.impl.forward_qsa(layer, *call, output_scale=torch.ones(1))
+    with pytest.raises(NotImplementedError, match="query.*float32"):
+        layer.impl.forward_qsa(layer, Prepared(query.float(), query, query), *call[1:])
+    for name, value in (("alibi_slopes", [1.0]), ("sliding_window", 4), ("sinks", query)):
+        with pytest.raises(NotImplementedError, match=name):
+            QSAImpl(4, 128, 1.0, 2, **{name: value})
+    empty = SimpleNamespace(num_rows=0)
+    output = torch.full((3, 4, 128), torch.nan)
+    layer.impl.forward_qsa(layer, prepared, layer.kv_cache, empty, layer.options, output)
+    assert (output == 0).all()
+
+
+@pytest.mark.parity("P09", "P36")
+def test_without_a_step_nothing_is_selected_and_zeros_come_out(layer):
+    load(layer, checkpoint(text_config()))
+    finish_loading(layer)
+    layer.topk_indices_buffer.fill_(77)
+    output = torch.full((5, 4, 128), torch.nan, dtype=torch.bfloat16)
+    some = torch.zeros(5, 8, dtype=torch.bfloat16)
+    with forward_context(None):
+        layer._run_qsa(some, some, torch.zeros(3, 5), output)
+    assert (output == 0).all()
+    rows = layer.topk_indices_buffer
+    assert (rows[:5, :-1] == -1).all() and (rows[:5, -1] == 0).all() and (rows[5:] == 77).all()
+    layer.indexer.skip_topk = True
+    rows.fill_(77)
+    with forward_context(None):
+        layer._run_qsa(some, some, torch.zeros(3, 5), output)
+    assert (rows == 77).all()
+
+
+@pytest.mark.parity("P17", "P18")
+def test_reuse_needs_a_draft_layer_and_a_buffer():
+    config = text_config()
+    target = build(QSAAttention, engine_config(config)).indexer
+    draft = build(QSAAttention, engine_config(config), layer_id=config.num_hidden_layers).indexer
+    assert draft.reusable and not target.reusable
+    rows = torch.zeros(4, draft.row_width, dtype=torch.int32)
+    plan = SimpleNamespace(num_rows=4)
+    for indexer in (target, draft):
+        indexer.skip_topk = True
+        with pytest.raises(RuntimeError, match="skip_topk"):
+            indexer.select(None, None, plan, None)
+    with pytest.raises(RuntimeError, match="no draft layer"):
+        target.select(None, None, plan, rows)
+    assert draft.select(None, None, plan, rows) is rows
+    draft.skip_topk = False
+    query = torch.zeros(4, 2, 128, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="selection rows"):
+        draft.select(query, None, plan, rows[:, :-1])
+
+
+@pytest.mark.parity("P37")
+def test_an_unbound_main_cache_is_an_error():
+    side = Side(QSAAttention, engine_config(text_config()), SHAPE, 1, 48)
+    metadata = side.metadata([0], [4], [4])
+    side.layer.kv_cache = torch.tensor([])
+    some = torch.zeros(4, 8, dtype=torch.bfloat16)
+    with forward_context(metadata), pytest.raises(RuntimeError, match="not bound"):
+        side.layer._run_qsa(some, some, torch.zeros(3, 4), some)
+
+
+@pytest.mark.parity("P12", "P30", "P31", "P49")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"indexer_head_dim": 96},
+        {"indexer_compress_ratio": 6, "indexer_budget": 24},
+        {"head_dim": 96, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    ],
+    ids=["index dim 96", "ratio 6", "no mrope, all dims rotate"],
+)
+def test_geometries_that_vllm_cannot_fuse_run_and_both_paths_agree(changes):
+    if "head_dim" in changes:
+        changes = {**changes, "indexer_head_dim": 96}
+    config = text_config(**changes)
+    shape = Shape(
+        heads=4, kv_heads=2, head_dim=config.head_dim, index_heads=2,
+        index_dim=config.indexer_head_dim, page_size=48, ratio=config.indexer_compress_ratio,
+        top_k=config.indexer_budget // config.indexer_compress_ratio,
+        ring_capacity=config.indexer_compress_ratio,
+    )  # fmt: skip
+    outputs = []
+    for fused in (True, False):
+        additional = {"flash_qsa": {"fused_prepare": fused}}
+        side = Side(QSAAttention, engine_config(config, additional=additional), shape, 1, 48)
+        load(side.layer, checkpoint(config))
+        finish_loading(side.layer)
+        hidden = torch.randn(37, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+        positions = torch.arange(37)
+        outputs.append(side.forward(side.metadata([0], [37], [37]), positions, hidden))
+    assert torch.equal(*outputs) and outputs[0].isfinite().all()
