@@ -24,7 +24,7 @@ define tier
 	exit $$status
 endef
 
-.PHONY: help install test lint parity unit interpret compile gpu demo bench test-vllm-ops \
+.PHONY: help install test lint generated unit interpret compile gpu demo bench test-vllm-ops \
         test-vllm-engine clean
 
 help:
@@ -48,16 +48,19 @@ $(INSTALLED): $(RUNTIME)
 
 install: $(INSTALLED)
 
-test: lint parity unit interpret compile
+test: lint generated unit interpret compile
 
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 
-parity: $(INSTALLED)
+# Files that are derived from the tree and checked in; tests compare them with what they derive from.
+generated: $(INSTALLED)
 	$(RUN) tests/parity_table.py --write
+	$(RUN) docs/architecture.py --write
+	$(RUN) benchmarks/render.py --write
 
-unit: $(INSTALLED) parity
+unit: $(INSTALLED) generated
 	$(call tier,unit,tests --ignore=tests/interpret --ignore=tests/compile --ignore=tests/gpu,)
 
 interpret: $(INSTALLED)

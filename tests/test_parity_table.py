@@ -31,7 +31,7 @@ def test_no_test_names_an_unknown_line():
 
 
 def test_the_table_is_the_generated_one():
-    assert TABLE.read_text(encoding="utf-8") == render(), "run `make parity`"
+    assert TABLE.read_text(encoding="utf-8") == render(), "run `make generated`"
 
 
 def test_markers_are_found_wherever_pytest_takes_them():
