@@ -10,9 +10,11 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-# The model module comes first: vLLM's attention module imports it in a circle.
-import vllm.models.qwen4_exp.nvidia.model as stock
-from vllm.models.qwen4_exp.nvidia.mtp import Qwen4ExpMTP
+from vllm.models.qwen4_exp import (
+    Qwen4ExpForCausalLM,
+    Qwen4ExpForConditionalGeneration,
+    Qwen4ExpMTP,
+)
 from vllm.platforms import current_platform
 
 from flash_qsa.dispatch import choose
@@ -22,11 +24,6 @@ from flash_qsa.integrations.vllm.warmup import install_warmup
 
 logger = logging.getLogger("vllm.flash_qsa")
 
-Qwen4ExpForCausalLM = stock.Qwen4ExpForCausalLM
-Qwen4ExpForConditionalGeneration = stock.Qwen4ExpForConditionalGeneration
-
-StockAttention = stock.Qwen4ExpQSAAttention
-
 _announced: set[str] = set()
 
 
@@ -35,17 +32,24 @@ def build_attention(*, vllm_config: Any, **arguments: Any) -> Any:
     settings = Settings.from_config(vllm_config.additional_config)
     if not settings.enabled:
         _say("flash-qsa is off (additional_config), vLLM's own QSA runs.")
-        return StockAttention(vllm_config=vllm_config, **arguments)
+        return stock_attention()(vllm_config=vllm_config, **arguments)
     layer = QSAAttention(vllm_config=vllm_config, **arguments)
     chosen = choose(settings.backend, _device())
     _say(
-        f"flash-qsa: QSA attention layers replaced ({StockAttention.__name__} by "
+        f"flash-qsa: QSA attention layers replaced ({stock_attention().__name__} by "
         f"{QSAAttention.__module__}.{QSAAttention.__name__}); backend {chosen.backend} "
         f"({chosen.reason}); main cache {layer.kv_cache_dtype}, index cache "
         f"{layer.indexer.index_dtype}, index projection "
         f"{'fused' if layer.fuse_indexer_projection else 'separate'}."
     )
     return layer
+
+
+def stock_attention() -> type:
+    """vLLM's own layer."""
+    from vllm.models.qwen4_exp.nvidia.qsa import Qwen4ExpQSAAttention
+
+    return Qwen4ExpQSAAttention
 
 
 def _device() -> Any:
@@ -62,12 +66,27 @@ def _say(line: str) -> None:
         logger.info(line)
 
 
-stock.Qwen4ExpQSAAttention = build_attention
-install_warmup()
+def install() -> None:
+    """Puts `build_attention` where vLLM's decoder layers look their attention up; safe to repeat.
+
+    The three classes import vLLM's CUDA model files, which a CPU uses too. Elsewhere they are
+    another platform's, with an attention layer of their own, and stay as they are.
+    """
+    if not (current_platform.is_cuda() or current_platform.is_cpu()):
+        _say(f"flash-qsa is inactive on {current_platform.device_name}, vLLM's own QSA runs.")
+        return
+    import vllm.models.qwen4_exp.nvidia.model as model
+
+    model.Qwen4ExpQSAAttention = build_attention
+    install_warmup()
+
+
+install()
 
 __all__ = [
     "Qwen4ExpForCausalLM",
     "Qwen4ExpForConditionalGeneration",
     "Qwen4ExpMTP",
     "build_attention",
+    "install",
 ]

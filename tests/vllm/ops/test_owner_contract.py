@@ -7,6 +7,7 @@ caches ask for vLLM's bytes; profiling and dummy batches select nothing and writ
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +24,8 @@ from harness import (
     load,
     text_config,
 )
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from flash_qsa.integrations.vllm import selection
 from flash_qsa.integrations.vllm.backend import QSABackend, QSAImpl
@@ -35,6 +38,8 @@ SHAPE = Shape(
     heads=4, kv_heads=2, head_dim=128, index_heads=2, index_dim=128, page_size=48,
     ring_capacity=4,
 )  # fmt: skip
+
+SHAPE_WITH_DRAFTS = dataclasses.replace(SHAPE, ring_capacity=8)
 
 
 @pytest.fixture
@@ -124,7 +129,7 @@ def test_rank_fields_come_back_even_after_an_error(ranks):
     ranks(4, 3)
     projection = build(QSAAttention, engine_config(text_config())).qkv_proj
     projection.weight.tp_rank = 3
-    with pytest.raises((RuntimeError, AssertionError, ValueError)):
+    with pytest.raises((IndexError, RuntimeError, AssertionError)):
         projection.weight_loader(projection.weight, torch.zeros(1, 64, dtype=torch.bfloat16), 1)
     assert projection.tp_rank == 3 and projection.weight.tp_rank == 3
     with pytest.raises(ValueError, match="shard"):
@@ -146,10 +151,11 @@ def test_heads_that_do_not_divide_are_refused_with_their_numbers(
         build(QSAAttention, engine_config(config))
 
 
-class Quantised:
-    """A quantisation config that leaves every layer in 16 bits, and counts who asked."""
+class Quantised(QuantizationConfig):
+    """A quantisation that leaves every layer in 16 bits, and notes which layers asked."""
 
     def __init__(self, name: str, **fields) -> None:
+        super().__init__()
         self.name, self.asked = name, []
         vars(self).update(fields)
 
@@ -157,10 +163,23 @@ class Quantised:
         return self.name
 
     def get_quant_method(self, layer, prefix):
-        from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-
         self.asked.append(prefix)
         return UnquantizedLinearMethod()
+
+    def get_supported_act_dtypes(self):
+        return [torch.bfloat16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 0
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def from_config(cls, config):
+        raise NotImplementedError
 
 
 @pytest.mark.parity("P27")
@@ -175,8 +194,6 @@ def test_modelopt_fp4_leaves_the_attention_projections_alone():
 def test_projections_of_two_quantisation_methods_stay_apart():
     class Mixed(Quantised):
         def get_quant_method(self, layer, prefix):
-            from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-
             class Other(UnquantizedLinearMethod):
                 pass
 
@@ -384,3 +401,48 @@ def test_geometries_that_vllm_cannot_fuse_run_and_both_paths_agree(changes):
         positions = torch.arange(37)
         outputs.append(side.forward(side.metadata([0], [37], [37]), positions, hidden))
     assert torch.equal(*outputs) and outputs[0].isfinite().all()
+
+
+def test_registration_builds_our_layer_unless_an_engine_says_otherwise(caplog):
+    import vllm.models.qwen4_exp.nvidia.model as stock_model
+    from vllm import ModelRegistry
+
+    from flash_qsa.integrations.vllm import models, plugin
+
+    plugin.register()
+    for name in plugin.ARCHITECTURES:
+        entry = ModelRegistry.models[name]
+        assert (entry.module_name, entry.class_name) == (plugin.MODELS_MODULE, name)
+        assert entry.load_model_cls() is getattr(models, name)
+    assert stock_model.Qwen4ExpQSAAttention is models.build_attention
+
+    def build_with(additional):
+        config = engine_config(text_config(), additional=additional)
+        return build(models.build_attention, config)
+
+    assert type(build_with({})) is QSAAttention
+    assert type(build_with({"flash_qsa": False})) is StockAttention
+    with pytest.raises(ValueError, match="flash_qsa.backnd"):
+        build_with({"flash_qsa": {"backnd": "triton"}})
+
+
+def test_our_warm_up_takes_the_place_of_vllms(monkeypatch):
+    import vllm.model_executor.warmup.qwen4_exp_qsa_warmup as stock_warmup
+
+    from flash_qsa.integrations.vllm import warmup
+
+    warmup.install_warmup()
+    warmup.install_warmup()
+    assert stock_warmup.qwen4_exp_qsa_triton_warmup is warmup.warm_up
+    config = engine_config(text_config(), drafts=3, block_size=48)
+    side = Side(QSAAttention, config, SHAPE_WITH_DRAFTS, 2, 96)
+    before = side.memory.pool.clone()
+    model = torch.nn.ModuleList([side.layer])
+    worker = SimpleNamespace(get_model=lambda: model, vllm_config=config)
+    with torch.inference_mode():
+        names = warmup.warm_up(worker)
+    assert any(name.startswith("decode") for name in names)
+    assert any(name.startswith("prefill") for name in names)
+    assert torch.equal(side.memory.pool, before) and side.memory.ring.isnan().all()
+    worker.get_model = lambda: torch.nn.ModuleList()
+    assert warmup.warm_up(worker) == []
