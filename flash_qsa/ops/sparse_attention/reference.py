@@ -48,9 +48,13 @@ def sparse_attention(
 
     base = torch.zeros_like(positions) if token_base is None else token_base.long()
     known = (request_ids >= 0) & (request_ids < page_table.shape[0]) & (positions >= 0)
-    sequences = torch.stack((request_ids[known].long(), base[known])).unique(dim=1)
-    for request, start in sequences.t().tolist():
-        rows = (known & (request_ids == request) & (base == start)).nonzero().flatten()
+    span = int(base.max()) + 1
+    sequence = torch.where(known, request_ids.long() * span + base, -1)
+    for number in sequence.unique().tolist():
+        if number < 0:
+            continue
+        request, start = divmod(number, span)
+        rows = (sequence == number).nonzero().flatten()
         for tile in rows.split(1 if deterministic else ROWS_PER_TILE):
             tokens, attends = attended_tokens(
                 block_ids[tile], positions[tile], tail_start[tile].long(), ratio
@@ -58,10 +62,10 @@ def sparse_attention(
             k, v, pages, _ = gather_cells(keys, values, page_table[request], tokens + start)
             attends &= pages >= 0
             attending[tile] = attends.any(1)
-            attn, lse = attend(query[tile], k, v, attends, scale)
+            attn, lse = attend(query[tile], k, v, attends, scale, lse_out is not None)
             attn = attn if v_scale is None else attn * v_scale
             out[tile] = attn.to(out.dtype)
-            if lse_out is not None:
+            if lse is not None:
                 lse_out[tile] = lse.to(lse_out.dtype)
     if gate is not None:  # an empty row stays zero whatever its gate holds
         gated = (wide(out) * torch.sigmoid(wide(gate))).to(out.dtype)
@@ -83,34 +87,42 @@ def attended_tokens(
     token = torch.arange(end, device=block_ids.device)
     attends |= (token >= tail_start[:, None]) & (token <= positions[:, None])
     tokens = attends.any(0).nonzero().flatten()
-    return tokens, attends[:, tokens]
+    return tokens, attends.index_select(1, tokens)
 
 
 def attend(
-    query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float | torch.Tensor,
+    want_lse: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Masked attention of query [rows, Hq, D] over k, v [Hkv, M, D] with mask [rows, M].
 
-    Returns the unrounded output [rows, Hq, D] and log-sum-exp [rows, Hq]. Probabilities are
-    rounded to query's dtype before the second product, as matrix units take them.
+    Returns the unrounded output [rows, Hq, D] and log-sum-exp [rows, Hq]. Probabilities, relative
+    to the row's largest, are rounded to query's dtype before the second product, as matrix units
+    take them.
     """
     rows, heads, dim = query.shape
     kv_heads, count = k.shape[:2]
     group = heads // kv_heads
-    q = wide(query).view(rows, kv_heads, group, dim).permute(1, 0, 2, 3).reshape(kv_heads, -1, dim)
-    scores = (q @ k.transpose(1, 2)).view(kv_heads, rows, group, count) * scale
-    scores = scores.masked_fill(~mask[None, :, None, :], float("-inf"))
-    if count == 0:
-        empty = scores.new_full((rows, heads), float("-inf"))
-        return scores.new_zeros(rows, heads, dim), empty
-    peak = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
-    weights = (scores - peak).exp()
-    total = weights.sum(-1, keepdim=True)
-    rounded = wide(weights.to(query.dtype)).view(kv_heads, rows * group, count)
-    summed = (rounded @ v).view(kv_heads, rows, group, dim)
-    attn = summed / total.where(total > 0, 1)
-    lse = peak[..., 0] + total[..., 0].log()
-    return attn.transpose(0, 1).reshape(rows, heads, dim), lse.transpose(0, 1).flatten(1)
+    q = (wide(query) * scale).view(rows, kv_heads, group, dim).permute(1, 2, 0, 3)
+    scores = q.reshape(kv_heads, group * rows, dim) @ k.transpose(1, 2)
+    scores = scores.view(kv_heads, group, rows, count)
+    empty = ~mask.any(1)  # their softmax would be NaN; they keep their scores and lose them below
+    scores.masked_fill_(~(mask | empty[:, None]), float("-inf"))
+    lse = None
+    if want_lse:
+        lse = scores.logsumexp(-1).masked_fill(empty, float("-inf"))
+        lse = lse.permute(2, 0, 1).reshape(rows, heads)
+    weights = scores.softmax(-1)
+    if query.dtype != weights.dtype and count:
+        largest = weights.amax(-1, keepdim=True)
+        weights = wide((weights / largest).to(query.dtype)) * largest
+    attn = (weights.view(kv_heads, group * rows, count) @ v).view(kv_heads, group, rows, dim)
+    attn = attn.masked_fill(empty[:, None], 0).permute(2, 0, 1, 3).reshape(rows, heads, dim)
+    return attn, lse
 
 
 def gather_cells(
