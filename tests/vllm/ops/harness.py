@@ -9,6 +9,8 @@ from unittest import mock
 
 import torch
 import vllm.models.qwen4_exp.nvidia.model as stock_model  # first: vLLM imports in a circle
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.models.qwen4_exp.common.qsa_cache import QSAMetadataBuilder
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -128,6 +130,37 @@ def checkpoint(config: Any, dtype: torch.dtype = torch.bfloat16) -> dict[str, to
     ):
         weights[f"{name}.weight"] = 0.2 * torch.randn(size, generator=generator)
     return {name: weight.to(dtype) for name, weight in weights.items()}
+
+
+class Quantised(QuantizationConfig):
+    """A quantisation that leaves every layer in 16 bits, and notes which layers asked."""
+
+    def __init__(self, name: str, **fields) -> None:
+        super().__init__()
+        self.name, self.asked = name, []
+        vars(self).update(fields)
+
+    def get_name(self) -> str:
+        return self.name
+
+    def get_quant_method(self, layer, prefix):
+        self.asked.append(prefix)
+        return UnquantizedLinearMethod()
+
+    def get_supported_act_dtypes(self):
+        return [torch.bfloat16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 0
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def from_config(cls, config):
+        raise NotImplementedError
 
 
 STACKED = {"q_proj": "q", "k_proj": "k", "v_proj": "v"}
