@@ -32,7 +32,7 @@ def sparse_attention_backward(
     positions: torch.Tensor,
     page_table: torch.Tensor,
     request_ids: torch.Tensor,
-    ratio: int,
+    compress_ratio: int,
     scale: float,
     lse: torch.Tensor,
     tail_start: torch.Tensor | None,
@@ -46,7 +46,7 @@ def sparse_attention_backward(
     """
     positions = positions.long()
     if tail_start is None:
-        tail_start = (positions + 1) // ratio * ratio
+        tail_start = (positions + 1) // compress_ratio * compress_ratio
     base = torch.zeros_like(positions) if token_base is None else token_base.long()
     query_grad = torch.zeros_like(query, memory_format=torch.contiguous_format)
     cells_k, cells_v = (wide(keys.new_zeros(keys.shape)) for _ in range(2))
@@ -56,11 +56,13 @@ def sparse_attention_backward(
     for request, start in sequences.t().tolist():
         rows = (known & (request_ids == request) & (base == start)).nonzero().flatten()
         limit = rows_per_tile(
-            query.shape[1], (block_ids.shape[1] + 1) * ratio, int(positions[rows].max()) + 1
+            query.shape[1],
+            (block_ids.shape[1] + 1) * compress_ratio,
+            int(positions[rows].max()) + 1,
         )
         for tile in rows.split(limit):
             tokens, attends = attended_tokens(
-                block_ids[tile], positions[tile], tail_start[tile].long(), ratio
+                block_ids[tile], positions[tile], tail_start[tile].long(), compress_ratio
             )
             k, v, pages, offsets = gather_cells(keys, values, page_table[request], tokens + start)
             found = pages >= 0

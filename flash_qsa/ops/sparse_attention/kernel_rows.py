@@ -270,7 +270,7 @@ def rows_kernel(
         tail = tl.maximum(position + 1 - tail_start, 0)
         tail = tl.where(split == SPLITS - 1, tail, 0)
         total_tokens = tail + cells * WIDTH
-        masked_end = (tl.maximum(tail, 1) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+        masked_end = (tail + BLOCK_N - 1) // BLOCK_N * BLOCK_N
         last_cell = tl.maximum(cells - 1, 0)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         # Sums stay apart by token lane until the end: no reduction in the loop.

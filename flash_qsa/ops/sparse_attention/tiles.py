@@ -56,14 +56,17 @@ def choose_rows(
         kv_bytes, compute_bytes: element sizes of the cache and of the products' operands.
         deterministic: split by num_ids alone, so that a row's bits never depend on the batch.
     """
-    block_n = 32 if compute_bytes <= 2 else 16
-    width = cell_width(ratio, False)
-    block_n = max(block_n, width)
+    # Without matrix units (FP32; Turing, for which Triton has none) larger tiles spill registers.
+    block_n = 32 if compute_bytes <= 2 and target.has_bf16 else 16
     num_stages = 3
-    while num_stages > 1 and row_shared_bytes(dim, block_n, num_stages, kv_bytes, compute_bytes) > (
-        target.shared_memory - MARGIN
-    ):
-        num_stages -= 1
+    sizes = (kv_bytes, compute_bytes, target)
+    while row_shared_bytes(dim, block_n, num_stages, *sizes) > target.shared_memory - MARGIN:
+        if num_stages > 1:
+            num_stages -= 1
+        elif block_n > 16:
+            block_n //= 2
+        else:
+            break
     tokens = num_ids * ratio
     if deterministic:
         splits = -(-tokens // SPLIT_TOKENS)
@@ -87,13 +90,16 @@ def split_ids(tiles: RowTiles, num_ids: int, ratio: int) -> RowTiles:
 
 
 def row_shared_bytes(
-    dim: int, block_n: int, num_stages: int, kv_bytes: int, compute_bytes: int
+    dim: int, block_n: int, num_stages: int, kv_bytes: int, compute_bytes: int, target: Target
 ) -> int:
     """Upper bound of the per-row kernel's shared memory."""
-    block_d = next_power(dim)
-    copies = 2 * num_stages * block_n * block_d * kv_bytes
-    operands = 2 * block_n * block_d * compute_bytes if num_stages == 1 else 0
-    return copies + operands + 16 * block_d * compute_bytes + 4 * 16 * block_n
+    tile = block_n * next_power(dim)
+    rest = 16 * next_power(dim) * compute_bytes + 64 * block_n + 1024
+    if target.backend == "hip" or target.capability < (8, 0):
+        return 4 * tile * compute_bytes + rest  # no asynchronous copies: one buffer
+    # Cells are loaded ahead of what they point at, so half of the stages hold keys and values.
+    buffers = 2 * max(1, (num_stages - 1) // 2) * tile * kv_bytes
+    return buffers + (tile * compute_bytes if kv_bytes < compute_bytes else 0) + rest
 
 
 @dataclass(frozen=True)
@@ -168,7 +174,7 @@ def choose_union(
     """
     if ratio & (ratio - 1) or ratio > MAX_SHARE or dim & (dim - 1) or num_ids == 0:
         return None
-    if compute_bytes != 2 or segment.rows_per_request == 1:
+    if compute_bytes != 2 or not target.has_bf16 or segment.rows_per_request == 1:
         return None
     if segment.rows_per_request:
         rows = segment.rows_per_request
