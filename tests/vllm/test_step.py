@@ -29,7 +29,7 @@ def assert_close(result: torch.Tensor, truth: torch.Tensor) -> None:
     torch.testing.assert_close(result.double(), truth, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parity("P08", "P10", "P13", "P16", "P33", "P38")
+@pytest.mark.parity("P08", "P10", "P13", "P15", "P16", "P33", "P38")
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "separate"])
 @pytest.mark.parametrize("page", [16, 48])
 def test_chunks_decodes_and_padding_give_the_oracles_rows(fused, page):
@@ -67,6 +67,29 @@ def test_mrope_positions_come_back_from_the_ring(fused):
         assert_close(output[: last - first], truth[first:last])
 
 
+@pytest.mark.parity("P11")
+def test_positions_of_every_rank_that_vllm_passes_mean_the_same():
+    layer = StepLayer.make(Shape(), [9])
+    outputs = []
+    for shape in ((12,), (1, 12), (3, 12)):
+        engine = PagedEngine(Shape(), 1, 16)
+        plan = engine.step([0], [9], [9])
+        qkv, index_qk, _ = layer.rows_of([0], [9], [9], 3)  # more rows than the plan has
+        positions = torch.arange(12).expand(shape)
+        prepared = prepare_step(
+            layer.options, qkv, index_qk, positions, layer.rope, layer.norms, engine.caches, plan
+        )
+        outputs.append((prepared.query, prepared.index_query, engine.main))
+    for other in outputs[1:]:
+        for one, two in zip(outputs[0], other):
+            torch.testing.assert_close(one, two, rtol=0, atol=0, equal_nan=True)
+    with pytest.raises(ValueError, match="positions"):
+        prepare_step(
+            layer.options, qkv, index_qk, torch.arange(24).view(2, 12), layer.rope, layer.norms,
+            engine.caches, plan,
+        )  # fmt: skip
+
+
 @pytest.mark.parity("P17", "P33")
 def test_reused_rows_keep_the_tokens_in_between_and_move_as_wholes():
     lengths = [27, 34]
@@ -98,7 +121,7 @@ def test_reused_rows_still_update_both_caches():
     assert torch.equal(fresh.ring.view(torch.int32), reused.ring.view(torch.int32))
 
 
-@pytest.mark.parity("P05", "P28", "P42")
+@pytest.mark.parity("P05", "P15", "P28", "P42")
 @pytest.mark.parametrize("storage", [torch.uint8, torch.float8_e4m3fn])
 def test_fp8_caches_hold_the_same_bytes_on_both_paths(storage):
     layers = [StepLayer.make(Shape(), [29], fused=fused) for fused in (True, False)]
