@@ -93,7 +93,13 @@ def _run_phase(
     select = tiles.choose_select(rows, step.width, step.top_k, target, max_group)
     select = replace(select, **tuning.get("select", {}))
     space = _Workspace(
-        workspace, step.width, select, rows, step.out.device, 0 if dense is None else keys.size
+        workspace,
+        step.width,
+        select,
+        rows,
+        step.top_k,
+        step.out.device,
+        0 if dense is None else keys.size,
     )
     parts = tuning.get("parts", ("score", "select"))
     if dense is not None:
@@ -182,6 +188,7 @@ class _Workspace:
         width: int,
         select: tiles.SelectTiles,
         rows: int,
+        top_k: int,
         device: torch.device,
         keys_size: int = 0,
     ) -> None:
@@ -189,7 +196,7 @@ class _Workspace:
         self.widths = (
             -(-width // pair) * pair,
             -(-max(select.units, pair // select.group) // 16) * 16 if select.group > 1 else 0,
-            select.scratch,
+            select.scratch(top_k),
         )
         row_bytes = 4 * sum(self.widths)
         buffer = given if isinstance(given, torch.Tensor) else None

@@ -7,9 +7,10 @@ K keys are covered, then halves; it ends early as soon as the count is good enou
 Short rows stay in registers. Longer rows first bound the K-th largest *group maximum*, a lower
 bound of the K-th largest key: K groups each hold one such key. Only the K … K + slack groups that
 reach it can hold a selected key. Where equal maxima make them more, the first of the equal ones
-suffice: each holds a key of that value, and lower ids come first. The keys of listed groups that
-reach the bound survive; where they are too many the bound is raised by counting over the listed
-groups. So every list has room by construction, and concentrated scores only cost rounds.
+suffice: each holds a key of that value, and lower ids come first. Listed groups are narrowed to
+quads, quads to the keys that reach the bound; where those are too many the bound is raised by
+counting over the quads. So every list has room by construction, and concentrated scores only cost
+rounds.
 
 Rows that see at most K blocks are written without reading a score.
 """
@@ -90,8 +91,33 @@ def _listed_keys(
     groups = tl.load(list_row + offs, mask=offs < listed, other=0)
     ids = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     keys = tl.load(scores_row + ids, mask=(offs < listed)[:, None], other=HIDDEN)
-    keys = tl.where((ids >= first) & (ids < stored), tl.maximum(keys, NAN_KEY), HIDDEN)
+    candidate = (ids >= first) & (ids < stored) & (offs < listed)[:, None]
+    keys = tl.where(candidate, tl.maximum(keys, NAN_KEY), HIDDEN)
     return tl.reshape(keys, (CHUNK * GROUP,)), tl.reshape(ids, (CHUNK * GROUP,))
+
+
+@triton.jit
+def _quads_of(
+    scores_row,
+    list_row,
+    quads_row,
+    listed,
+    bound,
+    first,
+    stored,
+    GROUP: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Writes to quads_row the ascending quads (ids / 4) of listed groups that reach the bound."""
+    QUADS: tl.constexpr = CHUNK * GROUP // 4
+    total = 0
+    for start in range(0, listed, CHUNK):
+        keys, ids = _listed_keys(scores_row, list_row, start, listed, first, stored, GROUP, CHUNK)
+        keep = (tl.max(tl.reshape(keys, (QUADS, 4)), 1) >= bound).to(tl.int32)
+        quads = tl.min(tl.reshape(ids, (QUADS, 4)), 1) // 4
+        tl.store(quads_row + total + tl.cumsum(keep, 0) - 1, quads, mask=keep > 0)
+        total += tl.sum(keep, 0)
+    return total
 
 
 @triton.jit
@@ -218,8 +244,8 @@ def select_kernel(
         _write_chosen(out_row, members(keys, sure, tied, ties), ids, TOP_K)
     else:
         scores_row = scores_ptr + local * stride_scores
-        list_row = scratch_ptr + local * stride_scratch
-        kept_row = list_row + UNITS
+        kept_row = scratch_ptr + local * stride_scratch
+        list_row = kept_row + SURVIVORS
         units = tl.arange(0, UNITS)
         begin = first // GROUP
         end = (stored + GROUP - 1) // GROUP
@@ -242,6 +268,13 @@ def select_kernel(
         listed = tl.sum(chosen, 0)
         bound = tl.where(ties > 0, tied, sure)
         tl.debug_barrier()
+        if GROUP > 4:
+            quads_row = list_row + (TOP_K + SLACK)
+            listed = _quads_of(
+                scores_row, list_row, quads_row, listed, bound, first, stored, GROUP, CHUNK
+            )
+            list_row = quads_row
+            tl.debug_barrier()
         kept = _select_listed(
             scores_row,
             list_row,
@@ -250,8 +283,8 @@ def select_kernel(
             bound,
             first,
             stored,
-            GROUP,
-            CHUNK,
+            4,
+            CHUNK * GROUP // 4,
             TOP_K,
             SURVIVORS,
         )

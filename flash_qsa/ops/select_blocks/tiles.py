@@ -71,10 +71,12 @@ class SelectTiles:
     chunk: int
     num_warps: int
 
-    @property
-    def scratch(self) -> int:
-        """int32 words of a row's lists: groups, then survivors."""
-        return (self.units + self.survivors) if self.group > 1 else 0
+    def scratch(self, top_k: int) -> int:
+        """int32 words of a row's lists: survivors, groups, and their quads."""
+        if self.group <= 1:
+            return 0
+        groups = top_k + self.slack
+        return self.survivors + groups + (groups * self.group // 4 if self.group > 4 else 0)
 
 
 def power_of_two(value: int) -> int:
@@ -130,8 +132,8 @@ def choose_score(
         splits = max(1, min(key_tiles, programs * target.processors // row_tiles))
     else:
         columns = 256 if target.shared_memory > (128 << 10) else 128
-        if itemsize == 4 or target.shared_memory <= (64 << 10):
-            columns = 64
+        if itemsize == 4:
+            columns = 32
         while columns > 4 * heads_pad and columns * dim_pad * itemsize > 64 << 10:
             columns //= 2
         tile_rows = rows_pad = max(4, columns // heads_pad)
