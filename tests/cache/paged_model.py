@@ -8,9 +8,10 @@ only extended, which makes thousands of comparisons cheap; they never come from 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
+from cache_bounds import Bounds
 
 from flash_qsa.cache import QSACache, RequestSnapshot
 from flash_qsa.config import QSAConfig, RopeConfig
@@ -18,7 +19,7 @@ from flash_qsa.ops import prepare, select_blocks, sparse_attention
 from flash_qsa.ops.compress_keys.ring_rows import unpack_positions
 from flash_qsa.ops.prepare.api import Norms
 from flash_qsa.ops.rotary import RopeTable
-from flash_qsa.testing.compare import U_FP32, assert_selection, assert_within, unit_roundoff
+from flash_qsa.testing.compare import assert_selection, assert_within
 from flash_qsa.testing.oracle import Oracle, OracleRows
 
 VOCABULARY = 509
@@ -46,11 +47,6 @@ class Text:
 
     def cut(self, length: int, ratio: int) -> Text:
         return Text(self.tokens[:length], [layer.cut(length, ratio) for layer in self.layers])
-
-
-def length_of(vectors: torch.Tensor) -> torch.Tensor:
-    """Euclidean lengths over the last axis."""
-    return torch.linalg.vector_norm(vectors, dim=-1)
 
 
 class PagedModel:
@@ -103,6 +99,7 @@ class PagedModel:
             return torch.randn(*shape, generator=generator).to(dtype)
 
         self.rope = RopeTable.from_config(config.rope, dtype)
+        self.bounds = Bounds(dtype, config.head_dim, ratio)
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         index_heads, index_dim = config.index_heads, config.index_head_dim
         self.qkv, self.index_qk, self.norms, self.oracles = [], [], [], []
@@ -127,8 +124,6 @@ class PagedModel:
         self.texts: dict[object, Text] = {}
         self.poison()
 
-    # ---- requests -------------------------------------------------------------------------
-
     def draw_tokens(self, count: int, start: int = 0) -> list[Token]:
         """Random tokens; positions are arbitrary where axes differ, the index otherwise."""
         if self.config.rope.mrope_section is None:
@@ -144,7 +139,7 @@ class PagedModel:
 
     def admit(self, request: object) -> None:
         self.cache.allocate(request)
-        self.texts[request] = self.oracle_text([])
+        self.texts[request] = self.empty_text()
 
     def fill(self, request: object, tokens: list[Token]) -> None:
         """A long prefix: admits the request and writes its state, without attention."""
@@ -172,8 +167,6 @@ class PagedModel:
         self.cache.free(request)
         del self.texts[request]
 
-    # ---- steps ----------------------------------------------------------------------------
-
     def forward(
         self,
         new: dict[object, list[Token]],
@@ -189,8 +182,7 @@ class PagedModel:
         total = sum(len(tokens) for tokens in new.values())
         plan = self.cache.plan(steps, num_rows=total + padding, num_decodes=num_decodes)
         before = {request: self.length(request) for request in new}
-        for request, tokens in new.items():
-            self._extend(self.texts[request], tokens)
+        self._extend(new)
         flat = [token for tokens in new.values() for token in tokens] + [(0, (-7,) * 3)] * padding
         ids = torch.tensor([token for token, _ in flat], dtype=torch.int64)
         positions = torch.tensor([at for _, at in flat], dtype=torch.int64).view(-1, 3)
@@ -261,14 +253,14 @@ class PagedModel:
         for layer, history in enumerate(text.layers):
             main = saved.tensors[f"layers.{layer}.main"]
             truth = history.rows.key
-            assert_within(main[..., :dim], truth, self._vector_bound(truth, dim))
+            assert_within(main[..., :dim], truth, self.bounds.vector(truth, dim))
             assert torch.equal(main[..., dim:].double(), history.rows.value)
 
             compressed, truth = saved.tensors[f"layers.{layer}.compressed"], history.block_keys
             assert compressed.shape[0] == saved.length // ratio
-            grown = self._pooling_growth(history.rows.raw_key)
+            grown = self.bounds.pooling_growth(history.rows.raw_key)
             assert_within(
-                compressed, truth, self._vector_bound(truth, self.config.index_head_dim, grown)
+                compressed, truth, self.bounds.vector(truth, self.config.index_head_dim, grown)
             )
 
             ring = saved.tensors[f"layers.{layer}.ring"]
@@ -279,43 +271,45 @@ class PagedModel:
                 held = [list(at) for _, at in text.tokens[saved.raw_from :]]
                 assert unpack_positions(ring, index_dim).tolist() == held
 
-    # ---- the oracle's side ----------------------------------------------------------------
-
-    def oracle_text(self, tokens: list[Token]) -> Text:
-        """A text of its own, recomputed from nothing."""
-        layers = []
+    def empty_text(self) -> Text:
+        """A text without tokens."""
+        nothing, layers = torch.zeros(0, dtype=torch.int64), []
         for layer, oracle in enumerate(self.oracles):
-            empty = torch.zeros(0, dtype=torch.int64)
             rows = oracle.rows(
-                self.qkv[layer][empty], self.index_qk[layer][empty], torch.zeros(0, 3).long()
+                self.qkv[layer][nothing], self.index_qk[layer][nothing], torch.zeros(0, 3).long()
             )
-            layers.append(History(rows, oracle.block_keys(rows.raw_key, empty)))
-        text = Text([], layers)
-        self._extend(text, tokens)
-        return text
+            layers.append(History(rows, oracle.block_keys(rows.raw_key, nothing)))
+        return Text([], layers)
 
-    def _extend(self, text: Text, tokens: list[Token]) -> None:
-        if not tokens:
-            return
+    def _extend(self, new: dict[object, list[Token]]) -> None:
+        """The oracle's rows of a step, and the keys of the groups that it closes."""
         ratio = self.config.compress_ratio
-        open_from = len(text.tokens) // ratio * ratio
-        text.tokens = text.tokens + tokens
-        ids = torch.tensor([token for token, _ in tokens])
-        positions = torch.tensor([at for _, at in text.tokens])
+        flat = [token for tokens in new.values() for token in tokens]
+        ids = torch.tensor([token for token, _ in flat], dtype=torch.int64)
+        at = torch.tensor([place for _, place in flat], dtype=torch.int64).view(-1, 3)
         for layer, oracle in enumerate(self.oracles):
-            history = text.layers[layer]
-            fresh = oracle.rows(
-                self.qkv[layer][ids], self.index_qk[layer][ids], positions[-len(tokens) :]
-            )
-            joined = {
-                name: torch.cat((rows, getattr(fresh, name)))
-                for name, rows in vars(history.rows).items()
-            }
-            rows = OracleRows(**joined)
-            closed = oracle.block_keys(rows.raw_key[open_from:], positions[open_from:])
-            text.layers[layer] = replace(
-                history, rows=rows, block_keys=torch.cat((history.block_keys, closed))
-            )
+            fresh = vars(oracle.rows(self.qkv[layer][ids], self.index_qk[layer][ids], at))
+            start = 0
+            for request, tokens in new.items():
+                text = self.texts[request]
+                history, end = text.layers[layer], start + len(tokens)
+                rows = OracleRows(
+                    **{
+                        name: torch.cat((past, fresh[name][start:end]))
+                        for name, past in vars(history.rows).items()
+                    }
+                )
+                open_from = len(text.tokens) // ratio * ratio
+                places = [place for _, place in text.tokens[open_from:] + tokens]
+                places = torch.tensor(places, dtype=torch.int64).view(-1, 3)
+                keys = history.block_keys
+                if len(places) >= ratio:
+                    closed = oracle.block_keys(rows.raw_key[open_from:], places)
+                    keys = torch.cat((keys, closed))
+                text.layers[layer] = History(rows, keys)
+                start = end
+        for request, tokens in new.items():
+            self.texts[request].tokens = self.texts[request].tokens + tokens
 
     def _compare(
         self,
@@ -336,7 +330,7 @@ class PagedModel:
                 scores = oracle.scores(rows.index_query[token], keys)
                 picked = [block for block in chosen[row] if block >= 0]
                 if picked != oracle.select(scores):
-                    slack = self._score_rounding(rows, token, keys)
+                    slack = self.bounds.scores(rows, token, keys)
                     visible = torch.tensor([keys.shape[0]])
                     assert_selection(block_ids[row : row + 1], scores[None], slack[None], visible)
                 attended = oracle.attended(picked, token)
@@ -345,50 +339,8 @@ class PagedModel:
                         rows.query[token], rows.gate[token], rows.key, rows.value, attended
                     )
                 )
-            bounds.append(self.attention_bound(rows, before[request]))
+            bounds.append(self.bounds.attention(rows, before[request]))
         if truths:
             truth = torch.stack(truths)
             bound = torch.cat(bounds)[:, None, None].expand_as(truth)
             assert_within(out[: len(truths)], truth, bound)
-
-    # ---- bounds ---------------------------------------------------------------------------
-
-    def _relative(self, dim: int) -> float:
-        """Normwise error of a normed and rotated vector: two roundings to the dtype of at most
-        √2 each after a rotation, a sum of `dim` squares and a dozen FP32 operations."""
-        return 4 * unit_roundoff(self.dtype) + (dim + 16) * U_FP32
-
-    def _vector_bound(
-        self, truth: torch.Tensor, dim: int, growth: torch.Tensor | float = 0.0
-    ) -> torch.Tensor:
-        relative = self._relative(dim) + growth
-        if isinstance(relative, torch.Tensor):
-            relative = relative[:, None]
-        return (length_of(truth)[..., None] * relative).expand_as(truth)
-
-    def _pooling_growth(self, raw: torch.Tensor) -> torch.Tensor:
-        """Relative error [n // C] of the pooled key: cancellation grows what the sum rounds."""
-        ratio = self.config.compress_ratio
-        groups = raw[: raw.shape[0] // ratio * ratio].view(-1, ratio, raw.shape[1])
-        mean = length_of(groups.mean(1))
-        unit = (ratio + 2) * U_FP32
-        return unit * length_of(groups.abs().mean(1)) / mean + unit_roundoff(self.dtype)
-
-    def _score_rounding(self, rows: OracleRows, token: int, keys: torch.Tensor) -> torch.Tensor:
-        """How far two scores of a row may move against each other."""
-        query = rows.index_query[token]
-        growth = self._pooling_growth(rows.raw_key)[: keys.shape[0]]
-        relative = 2 * self._relative(query.shape[1]) + growth
-        return 2 * (length_of(query).sum() * length_of(keys) * relative).max()
-
-    def attention_bound(self, rows: OracleRows, start: int) -> torch.Tensor:
-        """Largest error [n - start] of a request's rows from `start` on.
-
-        Scores err by the keys' and queries' own errors and a sum of D products, which moves
-        probabilities by e^±2δ; probabilities and output are rounded, sums run over n tokens.
-        """
-        dim, u, count = self.config.head_dim, unit_roundoff(self.dtype), rows.key.shape[0]
-        reach = length_of(rows.query[start:]).amax(-1) * length_of(rows.key).max()
-        delta = dim**-0.5 * reach * (2 * self._relative(dim) + (dim + 2) * U_FP32)
-        relative = torch.expm1(2 * delta) + 4 * u + 2 * (count + 12) * U_FP32
-        return rows.value.abs().max() * relative

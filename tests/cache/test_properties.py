@@ -113,5 +113,5 @@ def test_a_covering_budget_is_dense_attention(length: int, seed: int) -> None:
     dense = dense_attention(
         done.query, caches.main, plan.positions, plan.page_table, plan.request_ids, gate=done.gate
     )
-    bound = 2 * model.attention_bound(model.texts["a"].layers[0].rows, 0)[:, None, None]
+    bound = 2 * model.bounds.attention(model.texts["a"].layers[0].rows, 0)[:, None, None]
     assert_within(sparse, dense.double(), bound.expand_as(dense))

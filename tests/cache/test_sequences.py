@@ -53,7 +53,7 @@ def test_any_cut_of_64_tokens_gives_the_single_shot_state() -> None:
     model = PagedModel(budget=16, num_pages=20, num_ring_slots=3)
     tokens = model.draw_tokens(64)
     whole = run(model, "whole", tokens)
-    bound = 2 * model.attention_bound(model.texts["whole"].layers[0].rows, 0)[:, None, None]
+    bound = 2 * model.bounds.attention(model.texts["whole"].layers[0].rows, 0)[:, None, None]
     expected = state_bits(model, "whole")
     assert expected["layers.0.compressed"].shape[0] == 16
     for cuts in CUTS:
@@ -119,9 +119,6 @@ def test_the_budget_edge_is_crossed_by_decode_and_by_prefill() -> None:
     prefilled = model.forward({"prefill": tokens[2046:]}, num_decodes=0)[0]
     assert torch.equal(torch.cat(decoded), prefilled)
     assert_same_state(state_bits(model, "decode"), state_bits(model, "prefill"))
-
-
-# ---- forks --------------------------------------------------------------------------------
 
 
 @pytest.mark.bug("O-28")
@@ -228,9 +225,6 @@ def test_a_prefix_copy_in_the_middle_of_a_group() -> None:
         model.forward({"b": model.draw_tokens(1), "a": model.draw_tokens(1)})
     for name in "ab":
         model.check_state(name)
-
-
-# ---- reuse and batches --------------------------------------------------------------------
 
 
 @pytest.mark.bug("O-31")

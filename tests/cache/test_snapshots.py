@@ -207,9 +207,6 @@ def test_other_files_are_refused(tmp_path) -> None:
         RequestSnapshot.load(tmp_path / "x.safetensors")
 
 
-# ---- moves --------------------------------------------------------------------------------
-
-
 @pytest.mark.bug("O-26")
 def test_pages_that_leave_and_come_back_elsewhere_select_the_same_blocks() -> None:
     """Pages go to the host, are overwritten with other keys and come back to other pages."""

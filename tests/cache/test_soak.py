@@ -42,10 +42,12 @@ class Scheduler:
             touched = kind()
             self.ran[kind.__name__] += 1
             self.model.poison()
-            requests = self.model.texts if number % 50 == 0 else touched
-            for request in requests:
-                if request in self.model.texts:
-                    self.model.check_state(request)
+            live = [request for request in touched if request in self.model.texts]
+            everybody = list(self.model.texts)
+            for request in (
+                everybody if number % 20 == 0 else self.random.sample(live, len(live))[:2]
+            ):
+                self.model.check_state(request)
             self._check_pool()
 
     def admit(self) -> list:
