@@ -28,7 +28,7 @@ LAYERS = (
     ("config", "checks"),
     ("plan", "targets"),
     ("dispatch",),
-    ("ops", "library", "launches"),
+    ("ops", "library", "launches", "warmup"),
     ("cache",),
     ("layers",),
     ("integrations", "testing"),
