@@ -14,11 +14,9 @@ import torch
 from flash_qsa.config import RopeConfig
 from flash_qsa.ops.compress_keys.ring_rows import pack_rows, ring_width
 from flash_qsa.ops.fp8 import as_bytes, is_fp8, to_storage
-from flash_qsa.ops.norm import rms_norm
 from flash_qsa.ops.prepare.api import Caches, Norms, Prepared, prepare
-from flash_qsa.ops.rotary import RopeTable, canonical_positions, rotate
+from flash_qsa.ops.rotary import RopeTable, canonical_positions
 from flash_qsa.plan import BatchPlan
-from flash_qsa.testing.compare import U_FP32, unit_roundoff
 from flash_qsa.testing.inputs import Shape, make_plan, scattered_view
 
 SMALL = Shape()
@@ -187,50 +185,3 @@ def plan_to(plan: BatchPlan, device: torch.device | str) -> BatchPlan:
         if isinstance(value := getattr(plan, field.name), torch.Tensor)
     }
     return dataclasses.replace(plan, **moved)
-
-
-@dataclass(frozen=True)
-class HeadsTruth:
-    """float64 heads and the elementwise bound that one norm and one rotation must keep."""
-
-    out: torch.Tensor
-    bound: torch.Tensor
-
-
-def heads_truth(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    rope: RopeTable,
-    positions: torch.Tensor,
-) -> HeadsTruth:
-    """Norm and rotation of heads x [T, H, D] in float64, from inputs as they are rounded.
-
-    The bound: a sum of D squares errs by D · u₃₂ and its inverse root by half that; with the
-    products, (D / 2 + 8) u₃₂. The norm is rounded to the dtype (u), rotated, and rounded again.
-    """
-    u = unit_roundoff(x.dtype)
-    once = u + (x.shape[-1] / 2 + 8) * U_FP32
-    normed = rms_norm(x.double(), weight.double(), eps)
-    cos, sin = (part.double() for part in rope.rows(positions))
-    out = rotate(normed, cos, sin, rope.neox_style)
-    # the same sums with every term positive: |y c| + |y' s|
-    reach = _rotated_reach(normed.abs(), cos.abs(), sin.abs(), rope.neox_style)
-    bound = reach * (once + 4 * U_FP32) * (1 + u) + u * out.abs()
-    return HeadsTruth(out, bound + torch.finfo(x.dtype).smallest_normal)
-
-
-def _rotated_reach(
-    normed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, neox: bool
-) -> torch.Tensor:
-    """rotate() with plus signs: of absolute values, the size of the terms of each sum."""
-    half = cos.shape[-1]
-    first, second = (
-        (normed[..., :half], normed[..., half : 2 * half])
-        if neox
-        else (normed[..., 0 : 2 * half : 2], normed[..., 1 : 2 * half : 2])
-    )
-    cos, sin = cos[:, None], sin[:, None]
-    turned = (first * cos + second * sin, second * cos + first * sin)
-    joined = torch.cat(turned, -1) if neox else torch.stack(turned, -1).flatten(-2)
-    return torch.cat((joined, normed[..., 2 * half :]), -1)

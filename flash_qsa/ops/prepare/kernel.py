@@ -200,7 +200,7 @@ def launch(
     requests, ratio = plan.seq_lens.shape[0], plan.compress_ratio
     block = triton.next_power_of_2(dim)
     index_block = max(4, triton.next_power_of_2(index_dim))  # covers a ring key's alignment gap
-    tiles = tiles or choose_tiles(rows, heads, kv_heads, index_heads, block, index_block)
+    tiles = tiles or choose_tiles(heads, kv_heads, index_heads, block, index_block)
     has_positions = stores_positions(caches.ring.shape[3], index_dim, qkv.dtype)
     position_at = position_offset(index_dim, qkv.dtype) if has_positions else index_dim
     capacity = caches.ring.shape[1]

@@ -19,23 +19,19 @@ class Tiles(NamedTuple):
 
 
 def choose_tiles(
-    rows: int,
-    heads: int,
-    kv_heads: int,
-    index_heads: int,
-    block_dim: int,
-    block_index_dim: int,
+    heads: int, kv_heads: int, index_heads: int, block_dim: int, block_index_dim: int
 ) -> Tiles:
-    """Tiles of at most 2,048 elements, two 16-byte accesses for each of 128 lanes; half that for
-    steps of few rows, whose latency counts.
+    """Tiles of at most 2,048 elements: two 16-byte accesses for each of 128 lanes.
+
+    The number of rows has no say: a tile's shape decides the order in which a head's squares are
+    added, and a row's bits must not depend on its batch.
 
     block_dim, block_index_dim: D and Di rounded up to powers of two.
     """
-    limit = 1024 if rows <= 64 else 2048
 
     def fitting(count: int, block: int) -> int:
         tile = 1
-        while tile < count and 2 * tile * block <= limit:
+        while tile < count and 2 * tile * block <= 2048:
             tile *= 2
         return tile
 
