@@ -1,6 +1,8 @@
 """Operators: every op as torch.compile sees it.
 
 Claims:
+* every op of the dispatch table has an operator, and every operator is called here or by the tests
+  of gradients;
 * every public op has an operator whose schema, fake and autograd registration pass opcheck, on
   strided inputs, with every optional argument given and with none;
 * a compiled public function is one graph and gives the eager bits;
@@ -15,7 +17,9 @@ import torch._dynamo.testing
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_qsa.ops as ops
+from flash_qsa import dispatch
 from flash_qsa.config import RopeConfig
+from flash_qsa.library import registry
 from flash_qsa.ops.compress_keys.ring_rows import ring_width
 from flash_qsa.ops.fp8 import to_storage
 from flash_qsa.ops.prepare.api import Caches, Norms
@@ -166,6 +170,17 @@ CALLS = {
     "sparse_attention": lambda: call_sparse_attention(problem(), everything=False),
     "sparse_attention everything": lambda: call_sparse_attention(problem(), everything=True),
 }
+
+
+def test_no_op_without_an_operator() -> None:
+    assert set(registry._TRACED) == set(dispatch.OPS)
+    registered = {
+        name.removeprefix("flash_qsa::")
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("flash_qsa::")
+    }
+    called = {name.split()[0] for name in CALLS} | {"sparse_attention_out"}
+    assert registered == called | {"sparse_attention_backward"}
 
 
 def recorded(call, monkeypatch: pytest.MonkeyPatch) -> tuple:
