@@ -152,7 +152,8 @@ def _watched(
     stream = _Stream(tokenizer)
 
     def on_token(token: int) -> None:
-        progress.stop()
+        if progress.live.is_started:
+            progress.stop()
         console.out(stream.add(token), end="", highlight=False)
 
     progress.start()

@@ -23,7 +23,7 @@ from flash_qsa.cli.generate import _Stream
 from flash_qsa.cli.main import app
 
 runner = CliRunner()
-DOCUMENT = "QSA scores compressed keys, and each query takes its best blocks. " * 6
+DOCUMENT = "QSA scores compressed keys, and each query takes its best blocks. " * 3
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def flat(output):
 def test_demo_prints_equality_and_speed_up(tmp_path):
     document = tmp_path / "document.md"
     document.write_text(DOCUMENT)
-    options = ["--prompt-file", str(document), "--max-new-tokens", "3", "--chunk", "150"]
+    options = ["--prompt-file", str(document), "--max-new-tokens", "3", "--chunk", "80"]
     done = runner.invoke(app, ["demo", "--cache", str(tmp_path / "cache"), *options])
     shown = flat(done.output)
     assert done.exit_code == 0, done.output
