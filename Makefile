@@ -72,10 +72,11 @@ compile: $(INSTALLED)
 gpu: $(INSTALLED)
 	$(call tier,gpu,tests/gpu,)
 
-test-vllm-ops: $(INSTALLED)
+# Each has an environment of its own, made on first use.
+test-vllm-ops:
 	bash tests/vllm/run_ops.sh
 
-test-vllm-engine: $(INSTALLED)
+test-vllm-engine:
 	bash tests/vllm/run_engine.sh
 
 demo: $(RUNTIME)
