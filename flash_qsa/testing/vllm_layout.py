@@ -24,6 +24,9 @@ from flash_qsa.ops.prepare.api import Caches
 from flash_qsa.plan import BatchPlan
 from flash_qsa.testing.inputs import Shape
 
+MAX_DRAFT_ROWS = 8
+"""Rows up to which a request counts as decoding."""
+
 
 class PagedEngine:
     """Caches and block tables of a few requests, and the metadata of any step over them.
@@ -163,11 +166,7 @@ class PagedEngine:
             kept = self.buffers.get(name)
             if kept is None or len(kept.ring_table) < requests or len(kept.rows[0]) < rows:
                 self.buffers[name] = SideBuffers(max(rows, 16), max(requests, 16), self.device)
-        uniform = len(set(query_lens)) == 1
-        decodes = requests if uniform else 0
-        counts = (decodes, requests - decodes, rows if uniform else 0, 0 if uniform else rows)
-        if uniform and decodes * query_lens[0] != rows:
-            counts = (0, requests, 0, rows)
+        counts = split_counts(query_lens + [0] * padded_requests, rows)
         split = BatchSplit.of(counts, common.query_start_loc_cpu)
         ring = self.buffers["ring"].ring_step(ring_common, split, self.shape.ring_capacity, backend)
         compressed = self.buffers["compressed"].compressed_step(
@@ -177,3 +176,16 @@ class PagedEngine:
             rows, common.max_query_len, common.block_table_tensor, common.slot_mapping
         )
         return batch_plan(main, ring, compressed, self.shape.ring_capacity)
+
+
+def split_counts(query_lens: list[int], rows: int) -> tuple[int, int, int, int]:
+    """vLLM's (decodes, prefills, decode rows, prefill rows): leading requests of one length, at
+    most MAX_DRAFT_ROWS, are decodes; requests without rows pad them."""
+    first = query_lens[0]
+    if first > MAX_DRAFT_ROWS:
+        return 0, len(query_lens), 0, rows
+    decodes = next((i for i, n in enumerate(query_lens) if n not in (0, first)), len(query_lens))
+    if decodes == len(query_lens) and decodes * first == rows:
+        return decodes, 0, rows, 0
+    decodes = next((i for i, n in enumerate(query_lens) if n != first), len(query_lens))
+    return decodes, len(query_lens) - decodes, decodes * first, rows - decodes * first

@@ -36,7 +36,7 @@ OVERRIDES = {
         "mrope_interleaved": True,
     },
 }
-LENGTHS = (67, 23, 5, 40, 31)
+LENGTHS = (135, 67, 23, 5, 31)
 NEW_TOKENS = 6
 LEAD = 0.1
 TRIES = 200

@@ -12,11 +12,10 @@ import sys
 from pathlib import Path
 
 ENGINE = {
-    "max_model_len": 128,
-    "max_num_batched_tokens": 48,
+    "max_model_len": 192,
+    "max_num_batched_tokens": 96,
     "max_num_seqs": 4,
-    "block_size": 32,
-    "num_gpu_blocks_override": 14,
+    "num_gpu_blocks_override": 16,
     "enforce_eager": True,
     "enable_prefix_caching": True,
     "disable_log_stats": False,
