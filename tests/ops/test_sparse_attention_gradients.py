@@ -223,6 +223,12 @@ def test_compiles_and_differentiates() -> None:
         torch.ops.flash_qsa.sparse_attention.default,
         (*opcheck_args, 4, 0.2, None, None, [], [], False, "reference"),
     )
+    lse = torch.zeros(p.query.shape[:2])
+    detached = tuple(t.detach() for t in opcheck_args)
+    torch.library.opcheck(
+        torch.ops.flash_qsa.sparse_attention_backward.default,
+        (torch.randn(p.query.shape), lse, *detached, 4, 0.2, lse, None, None),
+    )
 
 
 def _leaves(p: Problem) -> tuple[torch.Tensor, ...]:
