@@ -138,9 +138,11 @@ class QSAAttention(nn.Module):
     def _apply(self, fn, recurse: bool = True):
         before = {name: getattr(self, name) for name in _SCALES}
         super()._apply(fn, recurse)
-        for name, scale in before.items():  # a change of the model's dtype is not the scales'
+        for name, scale in before.items():
             after = getattr(self, name)
-            if after.dtype != scale.dtype:
+            if scale.is_meta:
+                setattr(self, name, torch.ones(1, dtype=torch.float32, device=after.device))
+            elif after.dtype != scale.dtype:  # a change of the model's dtype is not the scales'
                 setattr(self, name, scale.to(after.device))
         return self
 

@@ -72,6 +72,13 @@ class QSAIndexer(nn.Module):
             rows = empty_rows(max_batched_tokens, config.top_k, device)
         self.register_buffer("selection", rows, persistent=False)
 
+    def _apply(self, fn, recurse: bool = True):
+        before = self.selection
+        super()._apply(fn, recurse)
+        if before is not None and before.is_meta:
+            clear_rows(self.selection)
+        return self
+
     @property
     def cache_dtype(self) -> torch.dtype:
         """Storage of the compressed keys under the layer's present activation dtype."""

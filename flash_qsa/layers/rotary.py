@@ -40,7 +40,7 @@ class QSARotary(nn.Module):
         before = self.cos_sin
         super()._apply(fn, recurse)
         after = self.cos_sin
-        if after.dtype != before.dtype or before.device.type == "meta":
+        if after.dtype != before.dtype or before.is_meta:
             self._build(after.device, after.dtype)
         return self
 

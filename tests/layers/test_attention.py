@@ -7,7 +7,7 @@ Claims:
 * reuse attends every token since the selecting step's last complete block, while the state moves
   on; rows move together with their counts;
 * the schedule's hints, the batch and the backend's determinism never change a result's meaning;
-* caches of every dtype, with scales; refusals by name.
+* caches of every dtype, with scales; a layer made on the meta device; refusals by name.
 """
 
 from __future__ import annotations
@@ -338,6 +338,20 @@ def test_scales_survive_a_change_of_dtype() -> None:
     table = make_layer().rotary.cos_sin
     assert torch.equal(layer.rotary.cos_sin, table)  # built again, not cast back
     assert "k_scale" not in layer.state_dict() and "k_scale" in dict(layer.named_buffers())
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_layer_from_the_meta_device(packed: bool) -> None:
+    options = {"max_batched_tokens": 3, "pack_projections": packed}
+    made = make_layer(**options)
+    shell = QSAAttention(small_config(), device="meta", **options)
+    assert all(t.is_meta for t in shell.state_dict().values())
+    shell.to_empty(device="cpu").load_state_dict(made.state_dict())
+    assert shell.k_scale.item() == shell.v_scale.item() == 1
+    assert torch.equal(shell.rotary.cos_sin, made.rotary.cos_sin)
+    assert torch.equal(shell.indexer.selection, made.indexer.selection)
+    x, start = torch.randn(9, 48), torch.tensor([0, 9], dtype=torch.int32)
+    assert torch.equal(shell(x, query_start=start), made(x, query_start=start))
 
 
 @pytest.mark.parity("P05", "P23", "P28")
