@@ -91,6 +91,21 @@ def test_only_the_last_rows_of_a_long_chunk_reach_the_ring():
     assert side.slot_mapping.tolist() == [NO] * 3 + [6 * 8 + p % 8 for p in range(3, 11)]
 
 
+@pytest.mark.bug("O-37")
+@pytest.mark.parametrize("capacity", [8, 16])
+@pytest.mark.parametrize("position", [0, 3, 4, 7, 8, 262_143, 500_001, 1_048_575])
+def test_a_ring_is_addressed_by_position_modulo_its_rows(position, capacity):
+    rings = common([0, 1], [position + 1], [[6]], [0])
+    split = BatchSplit.of((1, 0, 1, 0), rings.query_start_loc_cpu)
+    side = SideBuffers(2, 2, "cpu").ring_step(rings, split, capacity)
+    assert side.slot_mapping.tolist() == [6 * capacity + position % capacity]
+    assert side.logical_positions.tolist() == [position]
+    # a table that is one page wide has no page for later tokens, rather than a neighbour's
+    pages = SideBuffers(2, 2, "cpu").compressed_step(rings, split, C, S // C)
+    closes = position < S and position % C == C - 1
+    assert pages.slot_mapping.tolist() == [6 * (S // C) + position // C if closes else NO]
+
+
 @pytest.mark.parity("P40")
 def test_requests_on_the_null_block_write_nowhere():
     slots = [NO] * 3
