@@ -42,8 +42,8 @@ def bench(
     workloads: Annotated[
         str | None, typer.Option(help="Names or prefixes, e.g. decode-b1,prefill. See --list.")
     ] = None,
-    ops: Annotated[str, typer.Option(help="Of select, attend, select+attend.")] = (
-        "select,attend,select+attend"
+    ops: Annotated[str, typer.Option(help="Of select, attend, select+attend, prepare.")] = (
+        "select,attend,select+attend,prepare"
     ),
     show: Annotated[bool, typer.Option("--list", help="List the workloads and stop.")] = False,
     device: Annotated[str, typer.Option(help="A torch device; auto takes a GPU if any.")] = "auto",

@@ -26,7 +26,7 @@ from flash_qsa.testing.workloads import WORKLOADS, Workload
 runner = CliRunner()
 CPU = torch.device("cpu")
 SMALL = Workload("small", 2, 3, 101, 0.9, Shape())
-ALL = ["select", "attend", "select+attend"]
+ALL = ["select", "attend", "select+attend", "prepare"]
 
 
 @pytest.fixture
@@ -42,13 +42,14 @@ def measure(workload=SMALL, ops=ALL):
 
 def test_every_line_has_every_field(fixed_rates):
     rows = measure()
-    assert [set(row) for row in rows] == [set(bench.FIELDS)] * 5
+    assert [set(row) for row in rows] == [set(bench.FIELDS)] * 6
     assert [(row["op"], row["impl"]) for row in rows] == [
         ("select", "flash-qsa reference"),
         ("attend", "flash-qsa reference"),
         ("attend", "torch dense"),
         ("select+attend", "flash-qsa reference"),
         ("select+attend", "torch dense"),
+        ("prepare", "flash-qsa reference"),
     ]
     assert all(row["p20_us"] <= row["median_us"] <= row["p80_us"] for row in rows)
     assert {(row["rows"], row["batch"], row["context"]) for row in rows} == {(6, 2, 101)}
@@ -119,6 +120,34 @@ def test_neighbouring_rows_have_the_named_correlation():
     seen = torch.corrcoef(torch.stack((rows[:-1].flatten(), rows[1:].flatten())))[0, 1]
     assert abs(float(seen) - 0.9) < 0.02
     assert abs(float(rows.std()) - 1) < 0.05
+
+
+def test_floor_of_preparation_reads_and_writes_each_row_once():
+    shape = Shape()
+    problem = workload_problem(Workload("p", 1, 2, 400, 0.0, shape), torch.float32, CPU)
+    width = (shape.heads + shape.kv_heads) * 2 * shape.head_dim
+    width += (shape.index_heads + 1) * shape.index_dim
+    assert cost("prepare", problem, torch.empty(2, 4)).moved == 2 * 2 * width * 4
+
+
+def test_dense_attention_is_that_of_every_token():
+    """The peer is the oracle of the same rows: whole context, gate included."""
+    from flash_qsa.ops.dense_attention import dense_attention
+    from flash_qsa.testing.measure.cases import dense
+
+    for workload in (SMALL, Workload("one", 2, 1, 37, 0.0, Shape())):
+        problem = workload_problem(workload, torch.float32, CPU)
+        plan = problem.plan
+        seen = dense(problem, torch.empty(0))().transpose(1, 2).flatten(0, 1)
+        truth = dense_attention(
+            problem.query,
+            problem.kv_cache,
+            plan.positions,
+            plan.page_table,
+            plan.request_ids,
+            gate=problem.gate,
+        )
+        torch.testing.assert_close(seen, truth, rtol=1e-4, atol=1e-5)
 
 
 def test_implementations_take_turns():

@@ -10,8 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.nn.attention.bias import causal_lower_right
 
-from flash_qsa.ops import select_blocks, sparse_attention
+from flash_qsa.config import RopeConfig
+from flash_qsa.ops import prepare, select_blocks, sparse_attention
+from flash_qsa.ops.prepare.api import Caches, Norms, Prepared
+from flash_qsa.ops.rotary import RopeTable
 from flash_qsa.testing.compare import (
     attention_truth,
     selection_faults,
@@ -20,6 +24,7 @@ from flash_qsa.testing.compare import (
 )
 from flash_qsa.testing.inputs import Problem
 from flash_qsa.testing.measure.timing import Run
+from flash_qsa.testing.selfcheck import Setting, run_stages
 
 GATE_ROWS = 8
 
@@ -65,12 +70,38 @@ def attend(problem: Problem, block_ids: torch.Tensor, backend: str) -> torch.Ten
     )
 
 
+def prepare_step(problem: Problem, ids: torch.Tensor, backend: str) -> Run:
+    """The whole of `prepare` for the problem's rows, into the problem's own caches."""
+    plan, shape = problem.plan, problem.shape
+    rows, device, dtype = plan.num_rows, problem.query.device, problem.query.dtype
+
+    def draw(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, device=device, dtype=dtype)
+
+    config = RopeConfig(theta=1e7, rotary_dim=shape.index_dim // 2, max_positions=plan.max_seq_len)
+    rope = RopeTable.from_config(config, dtype, device)
+    norms = Norms(*(draw(d) for d in (shape.index_dim,) * 2 + (shape.head_dim,) * 2), 1e-6)
+    ring = draw(plan.num_requests, plan.ring_capacity, 1, shape.index_dim)
+    caches = Caches(problem.kv_cache.clone(), problem.key_cache.clone(), ring)
+    qkv = draw(rows, (shape.heads + shape.kv_heads) * 2 * shape.head_dim)
+    index_qk = draw(rows, (shape.index_heads + 1) * shape.index_dim)
+    out = Prepared(
+        torch.empty_like(problem.query),
+        torch.empty_like(problem.query),
+        torch.empty_like(problem.index_query),
+    )
+    return lambda: prepare(
+        qkv, index_qk, plan.positions, rope, norms, caches, plan, out=out, backend=backend
+    )
+
+
 OURS: dict[str, Callable[[Problem, torch.Tensor, str], Run]] = {
     "select": lambda problem, ids, backend: lambda: select(problem, backend),
     "attend": lambda problem, ids, backend: lambda: attend(problem, ids, backend),
     "select+attend": lambda problem, ids, backend: (
         lambda: attend(problem, select(problem, backend), backend)
     ),
+    "prepare": prepare_step,
 }
 
 
@@ -91,8 +122,7 @@ def dense(problem: Problem, ids: torch.Tensor) -> Run | None:
     if rows == length:
         options["is_causal"] = True
     elif rows > 1:
-        last = torch.arange(length - rows, length, device=token.device)
-        options["attn_mask"] = token <= last[:, None]
+        options["attn_mask"] = causal_lower_right(rows, length)
     attention = torch.nn.functional.scaled_dot_product_attention
     return lambda: attention(query, keys, values, **options) * torch.sigmoid(gate)
 
@@ -101,12 +131,13 @@ PEERS: dict[str, dict[str, Callable[[Problem, torch.Tensor], Run | None]]] = {
     "select": {},
     "attend": {"torch dense": dense},
     "select+attend": {"torch dense": dense},
+    "prepare": {},
 }
 
 
 def cost(op: str, problem: Problem, ids: torch.Tensor) -> Cost:
     """Least work of `op`: every key, selected token and row moved once, no score computed twice."""
-    parts = {"select": _select_cost, "attend": _attend_cost}
+    parts = {"select": _select_cost, "attend": _attend_cost, "prepare": _prepare_cost}
     costs = [parts[part](problem, ids) for part in op.split("+")]
     return sum(costs[1:], costs[0])
 
@@ -137,8 +168,18 @@ def _attend_cost(problem: Problem, ids: torch.Tensor) -> Cost:
     return Cost(moved, 4.0 * shape.heads * shape.head_dim * attended)
 
 
+def _prepare_cost(problem: Problem, ids: torch.Tensor) -> Cost:
+    """Projections read once; queries, gates, keys, values and index queries written once."""
+    shape, rows = problem.shape, problem.plan.num_rows
+    main = (shape.heads + shape.kv_heads) * 2 * shape.head_dim
+    index = (shape.index_heads + 1) * shape.index_dim
+    return Cost(2.0 * rows * (main + index) * problem.query.element_size(), 0.0)
+
+
 def gate(op: str, problem: Problem, ids: torch.Tensor, backend: str) -> list[str]:
     """Faults of our implementation on sampled rows against float64; none means it may be timed."""
+    if op == "prepare":
+        return _preparation_gate(problem, backend)
     rows = torch.linspace(0, problem.plan.num_tokens - 1, GATE_ROWS).long().unique()
     faults = []
     if "select" in op:
@@ -146,6 +187,15 @@ def gate(op: str, problem: Problem, ids: torch.Tensor, backend: str) -> list[str
     if "attend" in op:
         faults += _attention_gate(problem, ids, rows, attend(problem, ids, backend))
     return faults
+
+
+def _preparation_gate(problem: Problem, backend: str) -> list[str]:
+    """The self-check's stage on a step of as many rows, up to 300, at the problem's length."""
+    query, plan = problem.query, problem.plan
+    rows = min(plan.max_query_len, 300)
+    setting = Setting(query.device, backend, query.dtype, problem.shape, rows)
+    length = min(plan.max_seq_len, 32_768)
+    return [result.detail for result in run_stages(setting, length, ("prepare",)) if not result.ok]
 
 
 def _selection_gate(problem: Problem, ids: torch.Tensor, rows: torch.Tensor) -> list[str]:
