@@ -10,21 +10,16 @@ Claims:
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch._dynamo.testing
+from layer_engine import Engine, same_bits
 
 from flash_qsa import dispatch
 from flash_qsa.cache import PlanBuffers
 from flash_qsa.config import QSAConfig, RopeConfig
 from flash_qsa.layers import QSAAttention
 from flash_qsa.ops.prepare.api import Caches
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "layers"))
-from layer_engine import Engine, same_bits  # noqa: E402
 
 DTYPE = torch.bfloat16
 CONFIG = QSAConfig(

@@ -8,19 +8,14 @@ Claims:
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from layer_engine import Engine, small_config
 
 from flash_qsa import dispatch
 from flash_qsa.layers import QSAAttention
 from flash_qsa.ops import sparse_attention
 from flash_qsa.testing.inputs import Shape, make_problem
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "layers"))
-from layer_engine import Engine, small_config  # noqa: E402
 
 
 def steps(backend: str, **options) -> tuple[list[torch.Tensor], Engine, QSAAttention, list]:
