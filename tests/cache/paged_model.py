@@ -66,21 +66,26 @@ class PagedModel:
         mrope: bool = True,
         reserve_null: bool = True,
         max_positions: int = 1024,
+        head_dim: int = 8,
         deterministic: bool = False,
+        device: str = "cpu",
         seed: int = 0,
     ) -> None:
-        self.deterministic = deterministic
-        section = (1, 1, 1) if mrope else None
+        self.deterministic, self.device = deterministic, device
+        half = head_dim * 3 // 8
+        section = (half - 2 * (half // 3), half // 3, half // 3) if mrope else None
         self.config = config = QSAConfig(
             hidden_size=32,
             num_heads=4,
             num_kv_heads=2,
-            head_dim=8,
+            head_dim=head_dim,
             index_heads=2,
-            index_head_dim=8,
+            index_head_dim=head_dim,
             token_budget=budget,
             compress_ratio=ratio,
-            rope=RopeConfig(rotary_dim=6, max_positions=max_positions, mrope_section=section),
+            rope=RopeConfig(
+                rotary_dim=2 * half, max_positions=max_positions, mrope_section=section
+            ),
         )
         self.cache = QSACache.from_config(
             config,
@@ -91,6 +96,7 @@ class PagedModel:
             dtype=dtype,
             draft_tokens=draft_tokens,
             reserve_null=reserve_null,
+            device=device,
         )
         self.dtype, self.random = dtype, random.Random(seed)
         generator = torch.Generator().manual_seed(seed)
@@ -121,8 +127,13 @@ class PagedModel:
                     config.top_k,
                 )
             )
+        on_device = RopeTable.from_config(config.rope, dtype, device)
+        self.weights = [(on_device, self._moved(norms)) for norms in self.norms]
         self.texts: dict[object, Text] = {}
         self.poison()
+
+    def _moved(self, norms: Norms) -> Norms:
+        return Norms(*(weight.to(self.device) for weight in norms[:4]), norms.eps)
 
     def draw_tokens(self, count: int, start: int = 0) -> list[Token]:
         """Random tokens; positions are arbitrary where axes differ, the index otherwise."""
@@ -191,11 +202,10 @@ class PagedModel:
             qkv, index_qk = self.qkv[layer][ids], self.index_qk[layer][ids]
             qkv[total:], index_qk[total:] = torch.nan, torch.nan
             done = prepare(
-                qkv,
-                index_qk,
-                positions.t().contiguous(),
-                self.rope,
-                self.norms[layer],
+                qkv.to(self.device),
+                index_qk.to(self.device),
+                positions.t().contiguous().to(self.device),
+                *self.weights[layer],
                 caches,
                 plan,
             )
@@ -223,7 +233,7 @@ class PagedModel:
                 deterministic=self.deterministic,
             )
             if check:
-                self._compare(layer, new, before, block_ids, out)
+                self._compare(layer, new, before, block_ids.cpu(), out.cpu())
             outputs.append(out[:total])
         return outputs
 
@@ -240,6 +250,7 @@ class PagedModel:
                 blocks[page, : max(left, 0) // spec.compress_ratio] = True
             held = torch.arange(state.raw_from, state.length) % spec.ring_capacity
             raw[state.ring_slot, held] = True
+        tokens, blocks, raw = (mask.to(self.device) for mask in (tokens, blocks, raw))
         for layer in self.cache.layers:
             layer.main.masked_fill_(~tokens[:, None, :, None], torch.nan)
             layer.compressed.masked_fill_(~blocks[:, :, None, None], torch.nan)
@@ -247,7 +258,7 @@ class PagedModel:
 
     def check_state(self, request: object) -> None:
         """Compares all state of a request with the oracle: K, V, block keys, live ring rows."""
-        saved, text = self.cache.export(request), self.texts[request]
+        saved, text = self.cache.export(request, device="cpu"), self.texts[request]
         assert saved.length == len(text.tokens)
         dim, ratio = self.config.head_dim, self.config.compress_ratio
         for layer, history in enumerate(text.layers):
