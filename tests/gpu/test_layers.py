@@ -5,14 +5,13 @@ Claims:
   numbers of live rows, gives the eager step's bits and state;
 * compiled by Inductor it is one graph with the eager selection and output;
 * fused and separate preparation agree, and both equal the reference on the CPU;
-* gradients of the BF16 kernels stay within rounding of float64 autograd, and repeat bit for bit.
+* gradients of the BF16 kernels stay within rounding of FP32 autograd, and repeat bit for bit.
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
-import torch._dynamo.testing
 from layer_engine import Engine, same_bits
 
 from flash_qsa import dispatch
