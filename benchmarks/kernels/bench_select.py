@@ -17,6 +17,7 @@ import os
 import sys
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 from triton.testing import do_bench
@@ -67,7 +68,7 @@ def prefill_variants(blocks: int) -> dict[str, tuple[dict, int]]:
     for pairs in (4, 16, 32):
         found[f"score-p{pairs}"] = (SCORE_ONLY | {"dense": {"pairs": pairs}}, big)
     found["score-s2"] = (SCORE_ONLY | {"dense": {"num_stages": 2}}, big)
-    for warps in (1, 2, 4):
+    for warps in (1, 2, 4, 8):
         found[f"w{warps}"] = ({"select": {"num_warps": warps}}, big)
     return found
 
@@ -87,15 +88,22 @@ class Case:
         dim: int = DIM,
         layers: int = 1,
         page_blocks: int = PAGE_BLOCKS,
+        spread: int = 0,
         seed: int = 0,
     ) -> None:
         torch.manual_seed(seed)
+        self.lengths = None
         pages = -(-blocks // page_blocks)
         self.table = torch.randperm(batch * pages, device=DEVICE).int().view(batch, pages)
         total = batch * rows
         self.query = _values((total, heads, dim), kind, dtype)
         shape = (batch * pages, page_blocks, 1, dim)
         self.caches = [_values(shape, kind, dtype) for _ in range(layers)]
+        if spread:
+            wide = torch.full((shape[0], spread), float("nan"), dtype=dtype, device=DEVICE)
+            view = wide[:, : page_blocks * dim].view(shape)
+            view.copy_(self.caches[0])
+            self.caches = [view]
         self.request_ids = torch.arange(batch, device=DEVICE).int().repeat_interleave(rows)
         position = blocks * RATIO - rows + torch.arange(rows, device=DEVICE)
         self.visible = ((position + 1) // RATIO).clamp(min=0).int().repeat(batch)
@@ -103,7 +111,17 @@ class Case:
 
     def launch(self, out, cache=None, tuning=None, workspace=512 << 20, first=None):
         cache = self.caches[0] if cache is None else cache
-        args = (self.query, cache, self.table, self.request_ids, self.visible, first, None)
+        plan = None
+        if self.lengths is not None:
+            plan = SimpleNamespace(
+                num_decodes=0,
+                num_decode_tokens=0,
+                decode_query_len=0,
+                max_seq_len=self.blocks * RATIO,
+                compress_ratio=RATIO,
+                seq_lens=self.lengths,
+            )
+        args = (self.query, cache, self.table, self.request_ids, self.visible, first, plan)
         if dry is None:
             kernel.launch(*args, workspace, out, tuning=tuning)
             return out
@@ -220,8 +238,47 @@ def checks() -> None:
     check("heads-16-dim-64", Case(2, 20, 5000, kind="integers", heads=16, dim=64), exact=True)
     for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float32):
         consistency(dtype)
+    for width in (16, 511, 512, 513, 600):
+        check(f"short-{width}", Case(3, 1, width, kind="integers"), exact=True)
+        check(f"short-prefill-{width}", Case(1, 300, width, kind="integers"), exact=True)
+    full_sizes()
     if dry is None:
         print(f"checks: {len(failures)} failures, {time.time() - begun:.0f} s", flush=True)
+
+
+def full_size(name: str, case: Case, **options) -> None:
+    """A whole step on a workspace full of garbage, 24 of its rows against float64."""
+    if dry is not None:
+        case.launch(case.out(), **options)
+        return
+    worst = []
+    for garbage in (0x41, 0xFF, 0x7F):
+        buffer = torch.full((520 << 20,), garbage, dtype=torch.uint8, device=DEVICE)
+        got = case.launch(case.out(), **(options | {"workspace": buffer}))
+        total = got.shape[0]
+        for row in sorted({*range(0, total, max(1, total // 23)), total - 1}):
+            one, request = slice(row, row + 1), int(case.request_ids[row])
+            scores, slack = true_scores(
+                case.query[one], case.caches[0], case.table[request], int(case.visible[row])
+            )
+            faults = selection_faults(got[one], scores, slack, case.visible[one])
+            worst += [f"garbage {garbage:#x} at {row}: {fault}" for fault in faults]
+    if worst:
+        fail(f"full size {name}", f"{len(worst)} of 72 rows: " + "; ".join(worst[:2]))
+
+
+def full_sizes() -> None:
+    for context in (8192, 32768, 131072):
+        case = Case(1, 8192, context // RATIO)
+        full_size(f"prefill {context}", case)
+        full_size(f"prefill {context} one warp", case, tuning={"select": {"num_warps": 1}})
+        case.lengths = torch.tensor([context], device=DEVICE).int()
+        full_size(f"prefill {context} with lengths", case)
+    case = Case(1, 8192, 8192, page_blocks=196, spread=827904)
+    case.lengths = torch.tensor([32768], device=DEVICE).int()
+    full_size("prefill 32768 in wide pages", case)
+    for batch, rows, context in ((1, 1, 8192), (32, 1, 32768), (128, 1, 8192), (4, 4, 262144)):
+        full_size(f"decode {batch}x{rows} {context}", Case(batch, rows, context // RATIO))
 
 
 def consistency(dtype: torch.dtype) -> None:
@@ -398,7 +455,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--peers", default=None)
     parser.add_argument("--skip-checks", action="store_true")
-    parser.add_argument("--only", choices=("decode", "prefill"), default=None)
+    parser.add_argument("--only", choices=("decode", "prefill", "checks"), default=None)
     options = parser.parse_args()
     compile_all(options)
     if not options.skip_checks:

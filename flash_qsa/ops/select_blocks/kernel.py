@@ -114,7 +114,7 @@ def _run_phase(
             score = replace(score, **tuning.get("score", {}))
             step.score(score, select, begin, end, space, target)
         if "select" in parts:
-            step.select(select, begin, end, space)
+            step.select(select, begin, end, space, dependent=dense is None)
 
 
 class _GatheredKeys:
@@ -232,8 +232,9 @@ class _Step:
         self.first = first if self.has_first else visible
         self.top_k = out.shape[1]
         self.e4m3 = {torch.uint8: 2, torch.float8_e4m3fn: 1}.get(query.dtype, 0)
+        self.ptx = target.backend == "cuda" and not interpreting()
         # dependent launch: the selection's start overlaps the scorer's end
-        self.pdl = target.backend == "cuda" and target.capability >= (9, 0) and not interpreting()
+        self.pdl = self.ptx and target.capability >= (9, 0)
 
     def score(
         self,
@@ -332,20 +333,24 @@ class _Step:
             GROUP=select.group,
             HAS_FIRST=self.has_first,
             E4M3=self.e4m3,
-            PTX=target.backend == "cuda" and not interpreting(),
-            PDL=self.pdl,
+            PTX=self.ptx,
             STAGES=dense.num_stages,
             num_warps=dense.num_warps,
             **options,
         )
 
     def select(
-        self, select: tiles.SelectTiles, begin: int, end: int, space: _Workspace | None
+        self,
+        select: tiles.SelectTiles,
+        begin: int,
+        end: int,
+        space: _Workspace | None,
+        dependent: bool = False,
     ) -> None:
         scores = self.out if space is None else space.scores
         grouped = space is not None and select.group > 1
         widths = (0, 0, 0) if space is None else space.widths
-        pdl = self.pdl and space is not None
+        pdl = self.pdl and dependent
         select_kernel[(end - begin,)](
             scores,
             space.maxima if grouped else scores,
@@ -367,6 +372,7 @@ class _Step:
             SURVIVORS=select.survivors,
             CHUNK=select.chunk,
             HAS_FIRST=self.has_first,
+            PTX=self.ptx,
             PDL=pdl,
             num_warps=select.num_warps,
             num_stages=1,

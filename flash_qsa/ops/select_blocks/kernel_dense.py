@@ -162,11 +162,8 @@ def dense_score_kernel(
     HAS_FIRST: tl.constexpr,
     E4M3: tl.constexpr,
     PTX: tl.constexpr,
-    PDL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     split = tl.program_id(0) % splits
     tile_row = (tl.program_id(0) // splits) * ROWS
 

@@ -71,9 +71,26 @@ def members(x, sure, tied, ties):
 
 
 @triton.jit
-def _write_chosen(out_row, chosen, ids, TOP_K: tl.constexpr):
+def _scatter(pointers, values, wanted, PTX: tl.constexpr):
+    """Stores int32 values where `wanted` is not 0. PTX stores from the layout that values have;
+    a plain scattered store would first exchange them through shared memory."""
+    if PTX:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred %p; setp.ne.s32 %p, $3, 0; @%p st.global.b32 [$1], $2; mov.u32 $0, 0; }",
+            "=r,l,r,r",
+            [pointers.to(tl.int64), values, wanted],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        tl.store(pointers, values, mask=wanted > 0)
+
+
+@triton.jit
+def _write_chosen(out_row, chosen, ids, TOP_K: tl.constexpr, PTX: tl.constexpr):
     places = tl.cumsum(chosen, 0) - 1
-    tl.store(out_row + places, ids, mask=(chosen > 0) & (places < TOP_K))
+    _scatter(out_row + places, ids, tl.where(places < TOP_K, chosen, 0), PTX)
 
 
 @triton.jit
@@ -107,6 +124,7 @@ def _quads_of(
     stored,
     GROUP: tl.constexpr,
     CHUNK: tl.constexpr,
+    PTX: tl.constexpr,
 ):
     """Writes to quads_row the ascending quads (ids / 4) of listed groups that reach the bound."""
     QUADS: tl.constexpr = CHUNK * GROUP // 4
@@ -115,7 +133,7 @@ def _quads_of(
         keys, ids = _listed_keys(scores_row, list_row, start, listed, first, stored, GROUP, CHUNK)
         keep = (tl.max(tl.reshape(keys, (QUADS, 4)), 1) >= bound).to(tl.int32)
         quads = tl.min(tl.reshape(ids, (QUADS, 4)), 1) // 4
-        tl.store(quads_row + total + tl.cumsum(keep, 0) - 1, quads, mask=keep > 0)
+        _scatter(quads_row + (total + tl.cumsum(keep, 0) - 1), quads, keep, PTX)
         total += tl.sum(keep, 0)
     return total
 
@@ -133,6 +151,7 @@ def _select_listed(
     CHUNK: tl.constexpr,
     TOP_K: tl.constexpr,
     SURVIVORS: tl.constexpr,
+    PTX: tl.constexpr,
 ):
     """Writes to kept_row the ascending ids of TOP_K … SURVIVORS keys that hold the best TOP_K.
 
@@ -143,7 +162,7 @@ def _select_listed(
         keys, ids = _listed_keys(scores_row, list_row, start, listed, first, stored, GROUP, CHUNK)
         keep = (keys >= bound).to(tl.int32)
         places = total + tl.cumsum(keep, 0) - 1
-        tl.store(kept_row + places, ids, mask=(keep > 0) & (places < SURVIVORS))
+        _scatter(kept_row + places, ids, tl.where(places < SURVIVORS, keep, 0), PTX)
         total += tl.sum(keep, 0)
     if total > SURVIVORS:
         high = bound
@@ -182,7 +201,7 @@ def _select_listed(
             keep = (keys >= sure).to(tl.int32)
             keep += tl.where((keys < sure) & (tl.cumsum(equal, 0) <= ties), equal, 0)
             places = total + tl.cumsum(keep, 0) - 1
-            tl.store(kept_row + places, ids, mask=(keep > 0) & (places < SURVIVORS))
+            _scatter(kept_row + places, ids, tl.where(places < SURVIVORS, keep, 0), PTX)
             total += tl.sum(keep, 0)
             ties -= tl.minimum(tl.sum(equal, 0), ties)
     return total
@@ -212,6 +231,7 @@ def select_kernel(
     SURVIVORS: tl.constexpr,
     CHUNK: tl.constexpr,
     HAS_FIRST: tl.constexpr,
+    PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
     local = tl.program_id(0).to(tl.int64)
@@ -241,8 +261,8 @@ def select_kernel(
         keys = tl.where((ids >= first) & (ids < stored), tl.maximum(keys, NAN_KEY), HIDDEN)
         low = tl.min(tl.where(keys == HIDDEN, 0x7FFFFFFF, keys), 0)
         sure, tied, ties = bound_of(keys, low, stored - first, TOP_K, TOP_K)
-        _write_chosen(out_row, members(keys, sure, tied, ties), ids, TOP_K)
-    else:
+        _write_chosen(out_row, members(keys, sure, tied, ties), ids, TOP_K, PTX)
+    elif GROUP > 1:
         scores_row = scores_ptr + local * stride_scores
         kept_row = scratch_ptr + local * stride_scratch
         list_row = kept_row + SURVIVORS
@@ -264,14 +284,14 @@ def select_kernel(
         else:
             sure, tied, ties = bound_of(maxima, low, end - begin, TOP_K, TOP_K + SLACK)
         chosen = members(maxima, sure, tied, ties)
-        tl.store(list_row + tl.cumsum(chosen, 0) - 1, units, mask=chosen > 0)
+        _scatter(list_row + (tl.cumsum(chosen, 0) - 1), units, chosen, PTX)
         listed = tl.sum(chosen, 0)
         bound = tl.where(ties > 0, tied, sure)
         tl.debug_barrier()
         if GROUP > 4:
             quads_row = list_row + (TOP_K + SLACK)
             listed = _quads_of(
-                scores_row, list_row, quads_row, listed, bound, first, stored, GROUP, CHUNK
+                scores_row, list_row, quads_row, listed, bound, first, stored, GROUP, CHUNK, PTX
             )
             list_row = quads_row
             tl.debug_barrier()
@@ -287,6 +307,7 @@ def select_kernel(
             CHUNK * GROUP // 4,
             TOP_K,
             SURVIVORS,
+            PTX,
         )
         tl.debug_barrier()
         offs = tl.arange(0, SURVIVORS)
@@ -295,4 +316,4 @@ def select_kernel(
         keys = tl.where(offs < kept, tl.maximum(keys, NAN_KEY), HIDDEN)
         low = tl.min(tl.where(keys == HIDDEN, 0x7FFFFFFF, keys), 0)
         sure, tied, ties = bound_of(keys, low, kept, TOP_K, TOP_K)
-        _write_chosen(out_row, members(keys, sure, tied, ties), ids, TOP_K)
+        _write_chosen(out_row, members(keys, sure, tied, ties), ids, TOP_K, PTX)

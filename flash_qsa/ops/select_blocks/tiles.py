@@ -204,4 +204,4 @@ def choose_select(
 
 def _warps(held: int, few: bool) -> int:
     """Warps for `held` elements in registers: few rows want latency, many want throughput."""
-    return max(1, min(16, held // (256 if few else 2048)))
+    return min(16, max(4, held // (512 if few else 2048)))
