@@ -1,15 +1,22 @@
 """Renders the README's results from benchmarks/results/<device>/*.jsonl: `--write`, or to stdout.
 
 For each device, op, workload and implementation the newest row counts. Losses are printed as any
-other row.
+other row. Charts lie beside the files they come from.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
+import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from plots import Series, chart
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -65,6 +72,55 @@ def _share(row: dict[str, Any]) -> str:
     return f"{floor / row['median_us']:.0%}" if floor else ""
 
 
+def families(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Our rows that differ in context alone, two at least, by op and workload without length."""
+    kinds = defaultdict(list)
+    for row in rows:
+        if _ours(row):
+            # decode-b8-32k, or prefill-8k-at-32k-corr0.97: rows, then the context behind "at".
+            name = re.sub(r"-at-\d+[km]|(-b\d+)-\d+[km]", r"\1", row["workload"])
+            kinds[f"{row['op']}, {name}"].append(row)
+    ordered = {name: sorted(kind, key=lambda r: r["context"]) for name, kind in kinds.items()}
+    return {name: kind for name, kind in sorted(ordered.items()) if len(kind) > 1}
+
+
+def charts(rows: list[dict[str, Any]]) -> dict[str, str]:
+    """File name → SVG of the whole step's cost, share of the floor, and speed-up over each peer."""
+    grouped = families(rows)
+    out = {}
+    cost: Series = {
+        name: [(row["context"], row["median_us"]) for row in kind]
+        for name, kind in grouped.items()
+        if name.startswith("select+attend,")
+    }
+    if cost:
+        out["cost.svg"] = chart("Selection and attention as the context grows", "µs", cost)
+    share: Series = {
+        name: [(row["context"], row["floor_us"] / row["median_us"]) for row in kind]
+        for name, kind in grouped.items()
+        if name.startswith("select+attend,") and all(row.get("floor_us") for row in kind)
+    }
+    if share:
+        out["floor.svg"] = chart("Share of the floor", "floor / time", share, share=True)
+    for peer in sorted({row["impl"] for row in rows if not _ours(row)}):
+        times = {
+            (row["op"], row["workload"]): row["median_us"] for row in rows if row["impl"] == peer
+        }
+        gain: dict[str, list[tuple[int, float]]] = {}
+        for name, kind in grouped.items():
+            line = [
+                (row["context"], times[row["op"], row["workload"]] / row["median_us"])
+                for row in kind
+                if (row["op"], row["workload"]) in times
+            ]
+            if len(line) > 1 and name.startswith("select+attend,"):
+                gain[name] = line
+        if gain:
+            slug = re.sub(r"[^a-z0-9]+", "-", peer.lower()).strip("-")
+            out[f"speedup-{slug}.svg"] = chart(f"Speed-up over {peer}", "times", gain)
+    return out
+
+
 def render(results: Path = RESULTS) -> str:
     """The results section: one table a device, or a sentence that there are none."""
     folders = [path for path in sorted(results.glob("*")) if path.is_dir()]
@@ -77,7 +133,9 @@ def render(results: Path = RESULTS) -> str:
         about = f"torch {last['torch']}, Triton {last['triton']}"
         out += ["", f"**{last['device']}** ({about}, {last['date'][:10]}, commit {last['commit']})"]
         out += ["", "In brackets: how many times longer the peer takes.", ""]
-        out += device_table(rows)
+        for name in charts(rows):
+            out.append(f"![{name.removesuffix('.svg')}](benchmarks/results/{folder.name}/{name})")
+        out += ["", *device_table(rows)]
     return "\n".join(out).strip() or "No result file is committed yet."
 
 
@@ -94,6 +152,9 @@ def main() -> None:
     section = render()
     if parser.parse_args().write:
         README.write_text(insert(README.read_text(encoding="utf-8"), section), encoding="utf-8")
+        for folder in RESULTS.glob("*/"):
+            for name, text in charts(newest_rows(folder)).items():
+                (folder / name).write_text(text, encoding="utf-8")
     else:
         print(section)
 

@@ -98,6 +98,32 @@ def test_results_are_rendered_from_the_files():
     assert readme == render.insert(readme, render.render()), "run `make generated`"
 
 
+def test_charts_are_drawn_from_the_files():
+    render = script("benchmarks/render.py")
+    for folder in render.RESULTS.glob("*/"):
+        for name, text in render.charts(render.newest_rows(folder)).items():
+            assert (folder / name).read_text(encoding="utf-8") == text, "run `make generated`"
+
+
+def test_charts_follow_the_context():
+    render = script("benchmarks/render.py")
+    rows = [
+        {"op": "select+attend", "workload": f"decode-b8-{name}", "context": context,
+         "impl": impl, "median_us": time, "floor_us": 4.0}
+        for name, context in (("128k", 131_072), ("8k", 8_192), ("1m", 1 << 20))
+        for impl, time in (("flash-qsa triton", 10.0), ("torch dense", context / 512))
+    ]  # fmt: skip
+    grouped = render.families(rows)
+    assert {name: [r["context"] for r in kind] for name, kind in grouped.items()} == {
+        "select+attend, decode-b8": [8_192, 131_072, 1 << 20]
+    }
+    drawn = render.charts(rows)
+    assert set(drawn) == {"cost.svg", "floor.svg", "speedup-torch-dense.svg"}
+    assert all(text.count("<circle") == 3 for text in drawn.values())
+    for label in ("8K", "128K", "1M", "decode-b8"):
+        assert label in drawn["cost.svg"]
+
+
 def test_rendering_keeps_the_newest_row_and_the_losses(tmp_path):
     folder = tmp_path / "some-gpu"
     folder.mkdir()
