@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy
 import torch
 
 from flash_qsa.cache.rings import require_ring_capacity
@@ -246,29 +248,28 @@ def _fill(
         if width > columns:
             raise ValueError(f"pages[{request}]: {width} pages, the buffers hold {columns}")
 
-    starts = [0]
-    for rows in query_lens:
-        starts.append(starts[-1] + rows)
-    starts += [starts[-1]] * (room - requests)
-    lengths = seq_lens + [0] * (room - requests)
-    out.query_start.copy_(torch.tensor(starts, dtype=torch.int32))
-    out.seq_lens.copy_(torch.tensor(lengths, dtype=torch.int32))
+    starts = numpy.full(room + 1, sum(query_lens), dtype=numpy.int32)
+    starts[: requests + 1] = [0, *itertools.accumulate(query_lens)]
+    lengths = numpy.zeros(room, dtype=numpy.int32)
+    lengths[:requests] = seq_lens
+    out.query_start.copy_(torch.from_numpy(starts))
+    out.seq_lens.copy_(torch.from_numpy(lengths))
 
-    if paged:
-        table = torch.full((room, columns), -1, dtype=torch.int32, device=pages.device)
-        table[:requests, : pages.shape[1]] = pages
+    if paged:  # may live on the device: no read back
+        out.page_table.fill_(-1)
+        out.page_table[:requests, : pages.shape[1]].copy_(pages)
     else:
-        padded = [list(row) + [-1] * (columns - len(row)) for row in pages]
-        padded += [[-1] * columns] * (room - requests)
-        table = torch.tensor(padded, dtype=torch.int32).view(room, columns)
-    out.page_table.copy_(table)
-
+        table = numpy.full((room, columns), -1, dtype=numpy.int32)
+        for row, listed in zip(table, pages):
+            row[: len(listed)] = listed
+        out.page_table.copy_(torch.from_numpy(table))
     if isinstance(ring_slots, torch.Tensor):
-        slots = torch.full((room, 1), -1, dtype=torch.int32, device=ring_slots.device)
-        slots[:requests] = ring_slots.view(requests, -1)[:, :1]
+        out.ring_table.fill_(-1)
+        out.ring_table[:requests].copy_(ring_slots.reshape(requests, -1)[:, :1])
     else:
-        slots = torch.tensor([*ring_slots, *[-1] * (room - requests)], dtype=torch.int32)[:, None]
-    out.ring_table.copy_(slots)
+        slots = numpy.full((room, 1), -1, dtype=numpy.int32)
+        slots[:requests, 0] = ring_slots
+        out.ring_table.copy_(torch.from_numpy(slots))
 
 
 def _first_difference(one: torch.Tensor, other: torch.Tensor) -> str:

@@ -252,7 +252,11 @@ class QSACache:
         """
         snapshot.require_complete(saved, self.spec)
         state = self.ledger.admit(request, saved.length)
-        state.raw_from = snapshot.write(saved, self.spec, self.layers, state)
+        try:
+            state.raw_from = snapshot.write(saved, self.spec, self.layers, state)
+        except Exception:
+            self.ledger.free(request)
+            raise
 
     def move_pages(self, targets: Mapping[int, int]) -> None:
         """Moves used pages, keys and compressed keys of all layers together, and every table entry.
