@@ -42,23 +42,26 @@ class Axes:
         """
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{argument}: expected a tensor, got {type(tensor).__name__}")
-        shown = "[" + ", ".join(str(axis) for axis in spec) + "]"
-        if tensor.dim() != len(spec):
-            raise ValueError(f"{argument}: expected shape {shown}, got {list(tensor.shape)}")
-        for axis, size in zip(spec, tensor.shape):
-            if isinstance(axis, int):
+        sizes, seen = tensor.shape, self._seen
+        if len(sizes) != len(spec):
+            raise ValueError(f"{argument}: expected shape {_shown(spec)}, got {list(sizes)}")
+        for axis, size in zip(spec, sizes):
+            if axis.__class__ is int:
                 if size != axis:
                     raise ValueError(
-                        f"{argument}: expected shape {shown}, got {list(tensor.shape)}"
+                        f"{argument}: expected shape {_shown(spec)}, got {list(sizes)}"
                     )
-            elif axis not in self._seen:
-                self._seen[axis] = (size, argument)
-            elif self._seen[axis][0] != size:
-                bound, by = self._seen[axis]
+                continue
+            bound, by = seen.setdefault(axis, (size, argument))
+            if bound != size:
                 raise ValueError(
-                    f"{argument}: expected shape {shown} with {axis} = {bound} (from {by}), "
-                    f"got {list(tensor.shape)}"
+                    f"{argument}: expected shape {_shown(spec)} with {axis} = {bound} "
+                    f"(from {by}), got {list(sizes)}"
                 )
+
+
+def _shown(spec: Sequence[str | int]) -> str:
+    return "[" + ", ".join(str(axis) for axis in spec) + "]"
 
 
 def expect_dtype(argument: str, tensor: torch.Tensor, allowed: Sequence[torch.dtype]) -> None:
@@ -77,7 +80,7 @@ def expect_device(argument: str, tensor: torch.Tensor, device: torch.device) -> 
 
 def expect_contiguous_last(argument: str, tensor: torch.Tensor) -> None:
     """Requires unit stride along the last axis; every other stride is free."""
-    if tensor.numel() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    if tensor.stride(-1) != 1 and tensor.numel() and tensor.shape[-1] > 1:
         raise ValueError(
             f"{argument}: the last axis must be contiguous, got strides {list(tensor.stride())}"
         )

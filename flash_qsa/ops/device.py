@@ -28,17 +28,20 @@ class Heads(NamedTuple):
     stride: Any
 
 
-class Turns(NamedTuple):
-    """Where heads stand and how they turn there: canonical rotary positions [T, 1, 3] (int64),
-    request ids [T], and a rotary table [rows, rotary_dim] of cosines, then sines."""
+class Positions(NamedTuple):
+    """Canonical rotary positions [T, 1, 3] (int64). The stride from axis to axis is passed beside
+    them: it may be the number of rows, which no binary may be specialised on."""
 
-    positions: Any
+    ptr: Any
     stride_row: Any
-    stride_axis: Any
-    request_ids: Any
-    table: Any
-    table_stride: Any
-    table_rows: Any
+
+
+class Table(NamedTuple):
+    """A rotary table [rows, rotary_dim]: cosines, then sines."""
+
+    ptr: Any
+    stride: Any
+    rows: Any
 
 
 class Ring(NamedTuple):
@@ -103,13 +106,13 @@ def to_cache(x, IS_FP8: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def step_position(turns, row, real):
+def step_position(positions, axis_stride, row, real):
     """Rotary position (T, H, W) of a row of this step; a row that is not `real` stands at 0,
     because its own may be anything."""
-    at = turns.positions + row * turns.stride_row
+    at = positions.ptr + row * positions.stride_row
     pos_t = tl.where(real, tl.load(at), 0)
-    pos_h = tl.where(real, tl.load(at + turns.stride_axis), 0)
-    pos_w = tl.where(real, tl.load(at + 2 * turns.stride_axis), 0)
+    pos_h = tl.where(real, tl.load(at + axis_stride), 0)
+    pos_w = tl.where(real, tl.load(at + 2 * axis_stride), 0)
     return pos_t, pos_h, pos_w
 
 
@@ -135,7 +138,7 @@ def rotary_channels(BLOCK: tl.constexpr, ROPE: tl.constexpr):
 
 
 @triton.jit
-def rotary_values(turns, position, known, HEADS: tl.constexpr, BLOCK: tl.constexpr, ROPE):
+def rotary_values(table, position, known, HEADS: tl.constexpr, BLOCK: tl.constexpr, ROPE):
     """FP32 cosines and signed sines [HEADS, BLOCK] at one position; the table must have it to be
     `known`. Channels that do not rotate read nothing.
 
@@ -146,7 +149,7 @@ def rotary_values(turns, position, known, HEADS: tl.constexpr, BLOCK: tl.constex
     _, frequency, sign, _ = rotary_channels(BLOCK, ROPE)
     each = tl.zeros((HEADS, 1), dtype=tl.int32)
     mask = (tl.arange(0, BLOCK)[None, :] + each) < tl.where(known, 2 * HALF, 0)
-    at = turns.table + pos_t * turns.table_stride + (frequency[None, :] + each)
+    at = table.ptr + pos_t * table.stride + (frequency[None, :] + each)
     cos = tl.load(at, mask=mask, other=0.0)
     sin = tl.load(at + HALF, mask=mask, other=0.0)
     if ROPE.axes != "one":
@@ -157,8 +160,8 @@ def rotary_values(turns, position, known, HEADS: tl.constexpr, BLOCK: tl.constex
             on_w = frequency >= ROPE.section_t + ROPE.section_h
             on_h = (frequency >= ROPE.section_t) & (frequency < ROPE.section_t + ROPE.section_h)
         # whole rows of every axis, then a choice in registers: loads masked by axis are narrow
-        at_h = turns.table + pos_h * turns.table_stride + (frequency[None, :] + each)
-        at_w = turns.table + pos_w * turns.table_stride + (frequency[None, :] + each)
+        at_h = table.ptr + pos_h * table.stride + (frequency[None, :] + each)
+        at_w = table.ptr + pos_w * table.stride + (frequency[None, :] + each)
         cos_h = tl.load(at_h, mask=mask, other=0.0)
         sin_h = tl.load(at_h + HALF, mask=mask, other=0.0)
         cos_w = tl.load(at_w, mask=mask, other=0.0)
@@ -169,7 +172,7 @@ def rotary_values(turns, position, known, HEADS: tl.constexpr, BLOCK: tl.constex
 
 
 @triton.jit
-def norm_and_rotate(x, partner_x, weight_ptr, eps, turns, position, DIM, ROPE: tl.constexpr, dtype):
+def norm_and_rotate(x, partner_x, weight_ptr, eps, table, position, DIM, ROPE: tl.constexpr, dtype):
     """RMSNorm (gain 1 + w), then rotation to `position`, of FP32 heads x [HEADS, BLOCK]; FP32
     numbers of `dtype`.
 
@@ -180,8 +183,8 @@ def norm_and_rotate(x, partner_x, weight_ptr, eps, turns, position, DIM, ROPE: t
     BLOCK: tl.constexpr = x.shape[1]
     pos_t, pos_h, pos_w = position
     known = tl.minimum(pos_t, tl.minimum(pos_h, pos_w)) >= 0
-    known = known & (tl.maximum(pos_t, tl.maximum(pos_h, pos_w)) < turns.table_rows)
-    cos, sin = rotary_values(turns, position, known, HEADS, BLOCK, ROPE)
+    known = known & (tl.maximum(pos_t, tl.maximum(pos_h, pos_w)) < table.rows)
+    cos, sin = rotary_values(table, position, known, HEADS, BLOCK, ROPE)
     partner, _, _, rotates = rotary_channels(BLOCK, ROPE)
     each = tl.zeros((HEADS, 1), dtype=tl.int32)
     d = tl.arange(0, BLOCK)[None, :] + each

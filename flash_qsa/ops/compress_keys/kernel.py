@@ -12,15 +12,16 @@ import triton.language as tl
 
 from flash_qsa.ops.compress_keys.ring_rows import position_offset, stores_positions
 from flash_qsa.ops.compress_keys.tiles import choose_warps
-from flash_qsa.ops.device import Groups, Heads, Ring, Turns, pool_group, ring_position
+from flash_qsa.ops.device import Groups, Heads, Positions, Ring, pool_group, ring_position
 from flash_qsa.plan import BatchPlan
 
 
-@triton.jit(do_not_specialize=["requests"])
+@triton.jit(do_not_specialize=["requests", "axis_stride"])
 def _compress_keys_kernel(
     keys,
     ring,
-    turns,
+    rotary,
+    request_ids_ptr,
     ring_table_ptr,
     ring_table_stride,
     query_start_ptr,
@@ -28,12 +29,13 @@ def _compress_keys_kernel(
     positions_ptr,
     out,
     first_out,
+    axis_stride,
     requests,
     GROUPS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     last_position = tl.load(positions_ptr + row)
-    request = tl.load(turns.request_ids + row).to(tl.int64)
+    request = tl.load(request_ids_ptr + row).to(tl.int64)
     closes = (last_position >= 0) & ((last_position + 1) % GROUPS.ratio == 0)
     if closes & (request >= 0) & (request < requests):
         start = tl.load(query_start_ptr + request)
@@ -52,9 +54,9 @@ def _compress_keys_kernel(
             tl.store(at, mean.to(out.ptr.dtype.element_ty), mask=d < GROUPS.dim)
             first = first_out.ptr + row * first_out.stride
             if in_step:
-                source = turns.positions + (row - (GROUPS.ratio - 1)) * turns.stride_row
+                source = rotary.ptr + (row - (GROUPS.ratio - 1)) * rotary.stride_row
                 for axis in tl.static_range(3):
-                    tl.store(first + axis, tl.load(source + axis * turns.stride_axis))
+                    tl.store(first + axis, tl.load(source + axis * axis_stride))
             elif GROUPS.has_positions:
                 for axis in tl.static_range(3):
                     tl.store(first + axis, ring_position(ring, slot, first_position, axis, GROUPS))
@@ -82,11 +84,11 @@ def launch(
     has_positions = stores_positions(ring.shape[3], dim, ring.dtype)
     position_at = position_offset(dim, ring.dtype) if has_positions else dim
     bits = ring.view(torch.int32 if ring.element_size() == 4 else torch.int16)
-    request_ids = plan.request_ids.contiguous()
     _compress_keys_kernel[(rows,)](
         Heads(raw_keys, raw_keys.stride(0)),
         Ring(bits, bits.stride(0), bits.stride(1), bits.shape[0]),
-        Turns(positions, positions.stride(0), positions.stride(2), request_ids, None, 0, 0),
+        Positions(positions, positions.stride(0)),
+        plan.request_ids.contiguous(),
         ring_table,
         ring_table.stride(0),
         plan.query_start.contiguous(),
@@ -94,6 +96,7 @@ def launch(
         plan.positions.contiguous(),
         Heads(out, out.stride(0)),
         Heads(first_positions_out, first_positions_out.stride(0)),
+        positions.stride(2),
         requests,
         GROUPS=Groups(ratio, ring.shape[1], dim, block, position_at, has_positions),
         num_warps=choose_warps(block),

@@ -1,10 +1,10 @@
 """prepare in Triton: one launch over rows and requests. Mirrors `reference.py`.
 
 The programs of a row norm and rotate its query heads and copy their gates, some heads each; one
-more takes its key, value and index query heads, and the group that it closes if all members are in
-this step. A program a request pools the group that was open before the step, if the step closes
-it, and then commits the step's raw keys to the ring. That group is the only one that needs ring
-rows, so whoever overwrites them has read them.
+more takes its keys and values, and one its index queries and the group that it closes if all
+members are in this step. A program a request pools the group that was open before the step, if the
+step closes it, and then commits the step's raw keys to the ring. That group is the only one that
+needs ring rows, so whoever overwrites them has read them.
 
 Reads and writes about 2 · (qkv + index_qk) bytes and nothing else of size: rotation partners,
 cosines and weights come from L1. Everything about a row is a scalar, and every tile is loaded in
@@ -13,6 +13,7 @@ the lanes that use it, so nothing passes through shared memory but the sums of s
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,15 @@ import triton
 import triton.language as tl
 
 from flash_qsa.ops.compress_keys.ring_rows import position_offset, stores_positions
-from flash_qsa.ops.device import Groups, Heads, Ring, Rope, Turns
+from flash_qsa.ops.device import (
+    Groups,
+    Heads,
+    Positions,
+    Ring,
+    Rope,
+    Table,
+    step_position,
+)
 from flash_qsa.ops.fp8 import as_bytes, is_fp8
 from flash_qsa.ops.prepare.api import Caches, Norms, Prepared
 from flash_qsa.ops.prepare.kernel_groups import commit_ring, store_closed_group, store_open_group
@@ -97,12 +106,13 @@ class Sizes(NamedTuple):
     v_scale: str
 
 
-@triton.jit(do_not_specialize=["rows", "requests"])
+@triton.jit(do_not_specialize=["rows", "requests", "axis_stride"])
 def _prepare_kernel(
     qkv,
     index,
     keys,
-    turns,
+    positions,
+    table,
     weights,
     plan,
     main,
@@ -112,6 +122,7 @@ def _prepare_kernel(
     gate_out,
     index_out,
     scales,
+    axis_stride,
     rows,
     requests,
     SIZES: tl.constexpr,
@@ -129,7 +140,7 @@ def _prepare_kernel(
         store_open_group(
             keys,
             ring,
-            turns,
+            table,
             weights,
             plan,
             compressed,
@@ -143,32 +154,39 @@ def _prepare_kernel(
         )
         # every lane has read its ring rows before any lane overwrites them
         tl.debug_barrier()
-        commit_ring(keys, ring, turns, plan, start, end, GROUPS)
+        commit_ring(keys, ring, positions, axis_stride, plan, start, end, GROUPS)
     else:
         QUERIES: tl.constexpr = TILES.query_heads
         KEYS: tl.constexpr = TILES.kv_heads
         INDEX: tl.constexpr = TILES.index_heads
         KV_HEADS: tl.constexpr = SIZES.kv_heads
         INDEX_HEADS: tl.constexpr = SIZES.index_heads
-        PARTS: tl.constexpr = tl.cdiv(SIZES.heads, QUERIES) + 1
+        PARTS: tl.constexpr = tl.cdiv(SIZES.heads, QUERIES) + 2
         row = ((pid - requests) // PARTS).to(tl.int64)
         part = (pid - requests) % PARTS
-        if part > 0:
-            first = (part - 1) * QUERIES
+        real = tl.load(plan.request_ids + row) >= 0
+        at = step_position(positions, axis_stride, row, real)
+        if part > 1:
+            first = (part - 2) * QUERIES
             queries_gates(
-                qkv, turns, weights, query_out, gate_out, row, first, QUERIES, SIZES, STEP_ROPE
+                qkv, table, weights, query_out, gate_out, row, at, first, QUERIES, SIZES, STEP_ROPE
             )
-        else:
+        elif part == 1:
             for head in tl.static_range(0, KV_HEADS, KEYS):
                 keys_values(
-                    qkv, turns, weights, plan, main, scales, row, head, KEYS, SIZES, STEP_ROPE
+                    qkv, table, weights, plan, main, scales, row, at, head, KEYS, SIZES, STEP_ROPE
                 )
+        else:
             for head in tl.static_range(0, INDEX_HEADS, INDEX):
-                index_queries(index, turns, weights, index_out, row, head, INDEX, SIZES, STEP_ROPE)
+                index_queries(
+                    index, table, weights, index_out, row, at, head, INDEX, SIZES, STEP_ROPE
+                )
             store_closed_group(
                 keys,
                 ring,
-                turns,
+                positions,
+                axis_stride,
+                table,
                 weights,
                 plan,
                 compressed,
@@ -194,47 +212,87 @@ def launch(
     tiles: Tiles | None = None,
 ) -> None:
     """Fills `out` and the caches. FP8 is written as bytes: the same bits on every device."""
-    rows, (heads, dim) = qkv.shape[0], out.query.shape[1:]
-    index_heads, index_dim = out.index_query.shape[1:]
-    kv_heads, page = caches.main.shape[1:3]
-    requests, ratio = plan.seq_lens.shape[0], plan.compress_ratio
-    block = triton.next_power_of_2(dim)
-    index_block = max(4, triton.next_power_of_2(index_dim))  # covers a ring key's alignment gap
-    tiles = tiles or choose_tiles(heads, kv_heads, index_heads, block, index_block)
-    has_positions = stores_positions(caches.ring.shape[3], index_dim, qkv.dtype)
-    position_at = position_offset(index_dim, qkv.dtype) if has_positions else index_dim
-    capacity = caches.ring.shape[1]
-    section = rope.mrope_section
-    axes = "one" if section is None else "interleaved" if rope.mrope_interleaved else "runs"
-    turn = Rope(rope.rotary_dim // 2, rope.neox_style, axes, *(section or (0, 0, 0)))
-    # positions [T] and [1, T] were expanded: one axis then stands for all three
-    step_turn = turn._replace(axes="one") if positions.stride(2) == 0 else turn
-    parts = triton.cdiv(heads, tiles.query_heads) + 1
+    rows, requests = qkv.shape[0], plan.seq_lens.shape[0]
+    sizes, turn, groups, chosen = _constants(
+        out.query.shape[1:],
+        out.index_query.shape[1:],
+        caches.main.shape[1:3],
+        caches.ring.shape[1::2],
+        qkv.dtype,
+        caches.main.dtype,
+        caches.compressed.dtype,
+        plan.compress_ratio,
+        _scale_kind(k_scale),
+        _scale_kind(v_scale),
+        rope.rotary_dim,
+        rope.neox_style,
+        rope.mrope_section,
+        rope.mrope_interleaved,
+    )
+    tiles = tiles or chosen
+    axis_stride = positions.stride(2)
+    parts = -(-sizes.heads // tiles.query_heads) + 2
     _prepare_kernel[(requests + rows * parts,)](
         *_operands(qkv, index_qk, positions, rope, norms, caches, plan, out),
         Scales(k_scale, v_scale),
+        axis_stride,
         rows,
         requests,
-        SIZES=Sizes(
-            heads,
-            kv_heads,
-            index_heads,
-            dim,
-            block,
-            index_dim,
-            index_block,
-            page,
-            page // ratio,
-            is_fp8(caches.main.dtype),
-            is_fp8(caches.compressed.dtype),
-            _scale_kind(k_scale),
-            _scale_kind(v_scale),
-        ),
+        SIZES=sizes,
         ROPE=turn,
-        STEP_ROPE=step_turn,
-        GROUPS=Groups(ratio, capacity, index_dim, index_block, position_at, has_positions),
+        # positions [T] and [1, T] were expanded: one axis then stands for all three
+        STEP_ROPE=turn if axis_stride else turn._replace(axes="one"),
+        GROUPS=groups,
         TILES=tiles,
         num_warps=tiles.num_warps,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _constants(
+    query_shape: torch.Size,
+    index_shape: torch.Size,
+    main_shape: torch.Size,
+    ring_shape: torch.Size,
+    dtype: torch.dtype,
+    main_dtype: torch.dtype,
+    index_dtype: torch.dtype,
+    ratio: int,
+    k_scale: str,
+    v_scale: str,
+    rotary_dim: int,
+    neox: bool,
+    section: tuple[int, int, int] | None,
+    interleaved: bool,
+) -> tuple[Sizes, Rope, Groups, Tiles]:
+    """What a layer's launches have in common, remembered: it costs the host more than a launch."""
+    (heads, dim), (index_heads, index_dim) = query_shape, index_shape
+    (kv_heads, page), (capacity, width) = main_shape, ring_shape
+    block = triton.next_power_of_2(dim)
+    index_block = max(4, triton.next_power_of_2(index_dim))  # covers a ring key's alignment gap
+    has_positions = stores_positions(width, index_dim, dtype)
+    position_at = position_offset(index_dim, dtype) if has_positions else index_dim
+    axes = "one" if section is None else "interleaved" if interleaved else "runs"
+    sizes = Sizes(
+        heads,
+        kv_heads,
+        index_heads,
+        dim,
+        block,
+        index_dim,
+        index_block,
+        page,
+        page // ratio,
+        is_fp8(main_dtype),
+        is_fp8(index_dtype),
+        k_scale,
+        v_scale,
+    )
+    return (
+        sizes,
+        Rope(rotary_dim // 2, neox, axes, *(section or (0, 0, 0))),
+        Groups(ratio, capacity, index_dim, index_block, position_at, has_positions),
+        choose_tiles(heads, kv_heads, index_heads, block, index_block),
     )
 
 
@@ -259,28 +317,21 @@ def _operands(
     index_query = as_bytes(out.index_query)
     ring = caches.ring.view(torch.int32 if qkv.element_size() == 4 else torch.int16)
     keys = index_qk[:, index_query.shape[1] * index_query.shape[2] :]
-    table, request_ids = rope.cos_sin, plan.request_ids.contiguous()
+    table = rope.cos_sin
     main_cells, key_cells = main.shape[0] * main.shape[2], compressed.shape[0] * compressed.shape[1]
     return (
         Heads(qkv, qkv.stride(0)),
         Heads(index_qk, index_qk.stride(0)),
         Heads(keys, keys.stride(0)),
-        Turns(
-            positions,
-            positions.stride(0),
-            positions.stride(2),
-            request_ids,
-            table,
-            table.stride(0),
-            table.shape[0],
-        ),
+        Positions(positions, positions.stride(0)),
+        Table(table, table.stride(0), table.shape[0]),
         Weights(norms.index_query, norms.index_key, norms.query, norms.key, norms.eps),
         Plan(
             plan.query_start.contiguous(),
             plan.seq_lens.contiguous(),
             plan.ring_table,
             plan.ring_table.stride(0),
-            request_ids,
+            plan.request_ids.contiguous(),
             plan.positions.contiguous(),
             plan.main_slots.contiguous(),
             plan.compressed_slots.contiguous(),

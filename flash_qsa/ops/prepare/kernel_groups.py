@@ -19,7 +19,7 @@ from flash_qsa.ops.device import (
 def _store_group(
     keys,
     ring,
-    turns,
+    table,
     weights,
     cache,
     group,
@@ -43,7 +43,7 @@ def _store_group(
     partners = pool_group(keys, ring, group, partner[None, :], unread, GROUPS, HAS_RING)
     weight_ptr = weights.index_key
     eps = weights.eps
-    key = norm_and_rotate(pooled, partners, weight_ptr, eps, turns, position, DIM, ROPE, dtype)
+    key = norm_and_rotate(pooled, partners, weight_ptr, eps, table, position, DIM, ROPE, dtype)
     cell = cache_slot // PAGE * cache.stride_page
     cell += cache_slot % PAGE * cache.stride_row
     at = cache.ptr + cell + d[None, :]
@@ -52,7 +52,19 @@ def _store_group(
 
 @triton.jit
 def store_closed_group(
-    keys, ring, turns, weights, plan, cache, row, requests, SIZES, ROPE, GROUPS: tl.constexpr
+    keys,
+    ring,
+    positions,
+    axis_stride,
+    table,
+    weights,
+    plan,
+    cache,
+    row,
+    requests,
+    SIZES,
+    ROPE,
+    GROUPS: tl.constexpr,
 ):
     """Stores the group that a row closes, if it lies wholly inside the step."""
     cache_slot = tl.load(plan.compressed_slots + row)
@@ -65,12 +77,12 @@ def store_closed_group(
         end = tl.load(plan.query_start + request + 1)
         first_here = (tl.load(plan.seq_lens + request) - (end - start)).to(tl.int64)
         if last_position - (GROUPS.ratio - 1) >= first_here:
-            position = step_position(turns, row - (GROUPS.ratio - 1), True)
+            position = step_position(positions, axis_stride, row - (GROUPS.ratio - 1), True)
             group = (row, last_position, first_here, row)
             _store_group(
                 keys,
                 ring,
-                turns,
+                table,
                 weights,
                 cache,
                 group,
@@ -87,7 +99,7 @@ def store_closed_group(
 def store_open_group(
     keys,
     ring,
-    turns,
+    table,
     weights,
     plan,
     cache,
@@ -120,7 +132,7 @@ def store_open_group(
             _store_group(
                 keys,
                 ring,
-                turns,
+                table,
                 weights,
                 cache,
                 group,
@@ -134,7 +146,7 @@ def store_open_group(
 
 
 @triton.jit
-def commit_ring(keys, ring, turns, plan, start, end, GROUPS: tl.constexpr):
+def commit_ring(keys, ring, positions, axis_stride, plan, start, end, GROUPS: tl.constexpr):
     """Copies the raw keys, and exact positions, of a request's last rows to its ring."""
     CAPACITY: tl.constexpr = GROUPS.capacity
     element: tl.constexpr = ring.ptr.dtype.element_ty
@@ -154,8 +166,8 @@ def commit_ring(keys, ring, turns, plan, start, end, GROUPS: tl.constexpr):
         tl.store(at + d[None, :], key.to(element, bitcast=True), mask=mask)
         if GROUPS.has_positions:
             mask = live[:, None] & (piece < 3 * PIECES)[None, :]
-            axis = piece // PIECES * turns.stride_axis
-            source = turns.positions + (row * turns.stride_row)[:, None] + axis[None, :]
+            axis = piece // PIECES * axis_stride
+            source = positions.ptr + (row * positions.stride_row)[:, None] + axis[None, :]
             value = tl.load(source, mask=mask, other=0)
             part = value >> (piece % PIECES * BITS).to(tl.int64)[None, :]
             tl.store(at + (GROUPS.position_at + piece)[None, :], part.to(element), mask=mask)

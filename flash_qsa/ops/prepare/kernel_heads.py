@@ -9,11 +9,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flash_qsa.ops.device import norm_and_rotate, rotary_channels, step_position, to_cache
+from flash_qsa.ops.device import norm_and_rotate, rotary_channels, to_cache
 
 
 @triton.jit
-def _rotated(turns, row, src_ptr, head, HEADS, STRIDE, weight_ptr, eps, DIM, BLOCK, ROPE):
+def _rotated(table, position, src_ptr, head, HEADS, STRIDE, weight_ptr, eps, DIM, BLOCK, ROPE):
     """Normed and rotated heads [len(head), BLOCK] of one row: `head` of HEADS, STRIDE apart."""
     d = tl.arange(0, BLOCK)
     partner, _, _, rotates = rotary_channels(BLOCK, ROPE)
@@ -21,15 +21,24 @@ def _rotated(turns, row, src_ptr, head, HEADS, STRIDE, weight_ptr, eps, DIM, BLO
     live = (head < HEADS)[:, None]
     x = tl.load(at + d[None, :], mask=live & (d < DIM)[None, :], other=0.0)
     partner_x = tl.load(at + partner[None, :], mask=live & rotates[None, :], other=0.0)
-    position = step_position(turns, row, tl.load(turns.request_ids + row) >= 0)
     dtype: tl.constexpr = src_ptr.dtype.element_ty
     x, partner_x = x.to(tl.float32), partner_x.to(tl.float32)
-    return norm_and_rotate(x, partner_x, weight_ptr, eps, turns, position, DIM, ROPE, dtype)
+    return norm_and_rotate(x, partner_x, weight_ptr, eps, table, position, DIM, ROPE, dtype)
 
 
 @triton.jit
 def queries_gates(
-    qkv, turns, weights, queries, gates, row, first, TILE: tl.constexpr, SIZES: tl.constexpr, ROPE
+    qkv,
+    table,
+    weights,
+    queries,
+    gates,
+    row,
+    position,
+    first,
+    TILE: tl.constexpr,
+    SIZES: tl.constexpr,
+    ROPE,
 ):
     """Normed and rotated query heads of a row, and their gates as they are."""
     DIM: tl.constexpr = SIZES.dim
@@ -43,7 +52,7 @@ def queries_gates(
     gate = tl.load(gate_at, mask=mask, other=0.0)
     weight_ptr = weights.query
     query = _rotated(
-        turns, row, src_ptr, head, HEADS, 2 * DIM, weight_ptr, weights.eps, DIM, BLOCK, ROPE
+        table, position, src_ptr, head, HEADS, 2 * DIM, weight_ptr, weights.eps, DIM, BLOCK, ROPE
     )
     tl.store(_at(gates, row, head) + d[None, :], gate, mask=mask)
     tl.store(_at(queries, row, head) + d[None, :], query.to(gate.dtype), mask=mask)
@@ -51,7 +60,16 @@ def queries_gates(
 
 @triton.jit
 def index_queries(
-    index, turns, weights, queries, row, first, TILE: tl.constexpr, SIZES: tl.constexpr, ROPE
+    index,
+    table,
+    weights,
+    queries,
+    row,
+    position,
+    first,
+    TILE: tl.constexpr,
+    SIZES: tl.constexpr,
+    ROPE,
 ):
     """Normed and rotated index query heads of a row, in the compressed cache's dtype."""
     DIM: tl.constexpr = SIZES.index_dim
@@ -61,7 +79,7 @@ def index_queries(
     src_ptr = index.ptr + row * index.stride
     weight_ptr = weights.index_query
     query = _rotated(
-        turns, row, src_ptr, head, HEADS, DIM, weight_ptr, weights.eps, DIM, BLOCK, ROPE
+        table, position, src_ptr, head, HEADS, DIM, weight_ptr, weights.eps, DIM, BLOCK, ROPE
     )
     d = tl.arange(0, BLOCK)
     mask = (head < HEADS)[:, None] & (d < DIM)[None, :]
@@ -71,7 +89,7 @@ def index_queries(
 
 @triton.jit
 def keys_values(
-    qkv, turns, weights, plan, main, scales, row, first, TILE: tl.constexpr, SIZES, ROPE
+    qkv, table, weights, plan, main, scales, row, position, first, TILE: tl.constexpr, SIZES, ROPE
 ):
     """Normed and rotated key heads of a row, and its value heads, to the main cache."""
     DIM: tl.constexpr = SIZES.dim
@@ -87,7 +105,7 @@ def keys_values(
     value_at = src_ptr + (HEADS * DIM + head * DIM)[:, None] + d[None, :]
     value = tl.load(value_at, mask=mask, other=0.0).to(tl.float32)
     key = _rotated(
-        turns, row, src_ptr, head, HEADS, DIM, weights.key, weights.eps, DIM, BLOCK, ROPE
+        table, position, src_ptr, head, HEADS, DIM, weights.key, weights.eps, DIM, BLOCK, ROPE
     )
     K_SCALE: tl.constexpr = SIZES.k_scale
     V_SCALE: tl.constexpr = SIZES.v_scale
