@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flash_qsa.integrations.transformers import attention
+from flash_qsa.integrations.transformers import attention, pooling
 from flash_qsa.integrations.transformers.layout import causal_layout
 from flash_qsa.testing.tiny_models import (
     IMAGE_TOKEN,
@@ -87,7 +87,7 @@ def test_image_tokens_are_grouped_by_order(multimodal):
     cos, sin = ours.model.language_model.rotary_emb(raw, positions)
     layout = causal_layout(torch.arange(316), batch=1, kv_length=316, ratio=4)
     with torch.no_grad():
-        got = attention.pool_keys(indexer, raw, cos, sin, layout)
+        got = pooling.pool_keys(indexer, raw, cos, sin, layout)
     assert got.shape == (1, 79, 16)
     torch.testing.assert_close(
         got[0].double(), oracle_keys(indexer, raw[0], positions[:, 0]), atol=1e-5, rtol=0

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+from flash_qsa.integrations.transformers.cache import GrowingIndexedLayer, adopt
 from flash_qsa.integrations.transformers.layout import TokenLayout
+from flash_qsa.integrations.transformers.pooling import pool_keys, rotate
 from flash_qsa.ops import select_blocks, sparse_attention
 
 
@@ -33,14 +35,15 @@ def qsa_attention(
     """
     batch, length, _ = hidden_states.shape
     cos, sin = (table.expand(batch, -1, -1) for table in position_embeddings)
+    adopt(cache, module.layer_idx)
     with torch.no_grad():
         block_ids = _select(module.indexer, hidden_states, cos, sin, layout, cache)
 
     heads = (batch, length, -1, module.head_dim)
     query, gate = module.q_proj(hidden_states).view(*heads[:3], 2 * module.head_dim).chunk(2, -1)
     current = cos[:, -length:, None], sin[:, -length:, None]
-    query = _rotate(module.q_norm(query), *current)
-    key = _rotate(module.k_norm(module.k_proj(hidden_states).view(heads)), *current).transpose(1, 2)
+    query = rotate(module.q_norm(query), *current)
+    key = rotate(module.k_norm(module.k_proj(hidden_states).view(heads)), *current).transpose(1, 2)
     value = module.v_proj(hidden_states).view(heads).transpose(1, 2)
     if cache is not None:
         key, value = cache.update(key, value, module.layer_idx)
@@ -83,8 +86,10 @@ def _select(
         return _all_blocks(layout, indexer.block_topk)
 
     query = indexer.q_layernorm(query.reshape(batch, length, -1, dim))
-    query = _rotate(query, cos[:, -length:, None], sin[:, -length:, None])
-    pooled = pool_keys(indexer, raw_keys, cos, sin, layout)
+    query = rotate(query, cos[:, -length:, None], sin[:, -length:, None])
+    layer = None if cache is None else cache.layers[indexer.layer_idx]
+    pool = layer.compressed_keys if isinstance(layer, GrowingIndexedLayer) else pool_keys
+    pooled = pool(indexer, raw_keys, cos, sin, layout)
     block_ids = select_blocks(
         query.flatten(0, 1),
         pooled[:, :, None],
@@ -104,49 +109,6 @@ def _all_blocks(layout: TokenLayout, top_k: int) -> torch.Tensor:
     ids = torch.arange(top_k, dtype=torch.int32, device=layout.positions.device)
     complete = (layout.positions + 1) // layout.compress_ratio
     return torch.where(ids < complete[:, None], ids, -1)
-
-
-def pool_keys(
-    indexer: torch.nn.Module,
-    raw_keys: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    layout: TokenLayout,
-) -> torch.Tensor:
-    """Compressed keys [B, N, Di] of every slot; slots without a complete block hold anything.
-
-    Args:
-        raw_keys: [B, L, Di], all cached tokens.
-    """
-    ratio, (batch, tokens, dim) = layout.compress_ratio, raw_keys.shape
-    if layout.block_start is None:
-        count = tokens // ratio
-        groups = raw_keys[:, : count * ratio].unflatten(1, (count, ratio))
-        first = torch.arange(count, device=raw_keys.device).expand(batch, -1) * ratio
-    else:
-        member = torch.arange(ratio, device=raw_keys.device)
-        cells = (layout.block_start[..., None] + member).clamp(max=tokens - 1).flatten(1)
-        cells = cells if layout.order is None else layout.order.gather(1, cells)
-        groups = raw_keys.gather(1, cells[..., None].expand(-1, -1, dim))
-        groups = groups.unflatten(1, (-1, ratio))
-        first = cells[:, ::ratio]
-    pooled = indexer.k_layernorm(groups.float().mean(2).to(raw_keys.dtype))
-    # A static cache has cells that no position has reached yet.
-    first = first.clamp(max=cos.shape[1] - 1)[..., None].expand(-1, -1, cos.shape[2])
-    return _rotate(pooled, cos.gather(1, first), sin.gather(1, first))
-
-
-def _rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of the leading channels, in the dtype of the states and the table.
-
-    Every product is rounded to that dtype, unlike in `flash_qsa.ops.rotary`, because that is what
-    the model was trained and is tested with here.
-    """
-    width = cos.shape[-1]
-    leading, rest = states[..., :width], states[..., width:]
-    low, high = leading.chunk(2, dim=-1)
-    turned = torch.cat((-high, low), dim=-1)
-    return torch.cat((leading * cos + turned * sin, rest), dim=-1)
 
 
 def _take(states: torch.Tensor, order: torch.Tensor) -> torch.Tensor:

@@ -33,6 +33,9 @@ class TokenLayout:
         block_start: int64 [B, N], cell of the first token in each slot; None where slot n starts
             at cell n · C.
         order: int64 [B, L], the cached token that each cell holds; None where cell and token agree.
+        run_starts: per batch row, its first visible token, where all later cached tokens belong to
+            the same sequence in order and this is known on the host: blocks then stay where they
+            are as the cache grows. None otherwise.
     """
 
     compress_ratio: int
@@ -44,6 +47,7 @@ class TokenLayout:
     first_block: torch.Tensor | None = None
     block_start: torch.Tensor | None = None
     order: torch.Tensor | None = None
+    run_starts: tuple[int, ...] | None = None
 
     def to(self, device: Any, **kwargs: Any) -> TokenLayout:
         return move(self, device, **kwargs)
@@ -74,16 +78,21 @@ def causal_layout(query_index: torch.Tensor, batch: int, kv_length: int, ratio: 
     start = None
     if kv_length < ratio:
         start = torch.zeros(batch, 1, dtype=torch.int64, device=query_index.device)
-    return _layout(positions, ratio, block_start=start)
+    return _layout(positions, ratio, block_start=start, run_starts=(0,) * batch)
 
 
 def run_layout(
-    query_index: torch.Tensor, start: torch.Tensor, count: torch.Tensor, kv_length: int, ratio: int
+    query_index: torch.Tensor,
+    start: torch.Tensor,
+    count: torch.Tensor,
+    kv_length: int,
+    ratio: int,
+    run_starts: tuple[int, ...] | None = None,
 ) -> TokenLayout:
     """Row b sees the tokens start[b] … start[b] + count[b] - 1: left and right padding.
 
     Args:
-        query_index: int64 [Q]. start, count: int64 [B].
+        query_index: int64 [Q]. start, count: int64 [B]. run_starts: `start` on the host.
     """
     seen = (query_index + 1 - start[:, None]).minimum(count[:, None]).clamp(min=0)
     slots = torch.arange(slots_of(kv_length, ratio), device=start.device)
@@ -92,6 +101,7 @@ def run_layout(
         ratio,
         token_base=start[:, None].expand_as(seen),
         block_start=start[:, None] + slots * ratio,
+        run_starts=run_starts,
     )
 
 
@@ -133,6 +143,7 @@ def _layout(
     token_base: torch.Tensor | None = None,
     block_start: torch.Tensor | None = None,
     order: torch.Tensor | None = None,
+    run_starts: tuple[int, ...] | None = None,
 ) -> TokenLayout:
     batch, queries = positions.shape
     rows = torch.arange(batch, dtype=torch.int32, device=positions.device)
@@ -150,4 +161,5 @@ def _layout(
         first_block=None if first is None else first.to(torch.int32).reshape(-1),
         block_start=block_start,
         order=order,
+        run_starts=run_starts,
     )

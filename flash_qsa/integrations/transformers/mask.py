@@ -140,12 +140,13 @@ def _padded_layout(
     # A query behind the last valid token still sees every valid token, so runs at the front
     # equal plain causality only while no query is behind them.
     plain = (start == 0).all() & (count[:, None] > query_index).all()
-    is_run, is_plain = torch.stack(((run == valid).all(), plain)).tolist()
+    facts = torch.stack(((run == valid).all(), plain))
+    is_run, is_plain, *starts = torch.cat((facts.long(), start)).tolist()
     if not is_run:
         return gathered_layout(query_index, valid, ratio)
     if is_plain:
         return causal_layout(query_index, batch, kv_length, ratio)
-    return run_layout(query_index, start, count, kv_length, ratio)
+    return run_layout(query_index, start, count, kv_length, ratio, tuple(starts))
 
 
 def _looks_ahead(mask_function: Callable, length: int, device: torch.device | str) -> bool:
