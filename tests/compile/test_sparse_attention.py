@@ -99,7 +99,7 @@ def test_dtypes(target, dtype, kv):
 
 @pytest.mark.parametrize("group", [1, 3, 6, 16])
 def test_groups_in_draft_windows(group):
-    kernels = built("sm_90", call(32, 8, group=group, dim=64))
+    kernels = built("sm_90", call(128, 32, group=group, dim=64))
     assert "merge_kernel" in kernels and kernels["rows_kernel"].matrix_instructions
 
 

@@ -81,7 +81,7 @@ def union(segment, *, group=12, dim=256, ratio=4, compute=2, target="sm_90"):
 
 def test_unions_share_rows_where_that_can_pay():
     assert union(Segment(0, 8, 1)) is None
-    assert union(Segment(0, 32, 4)).rows == 4
+    assert union(Segment(0, 32, 4)) is None and union(Segment(0, 128, 4)).rows == 4
     assert union(Segment(0, 8192, 0)).rows == 5
     assert union(Segment(0, 8192, 0), group=6).rows <= 16
     for refused in ({"ratio": 3}, {"dim": 96}, {"compute": 4}, {"target": "sm_75"}):
@@ -90,7 +90,7 @@ def test_unions_share_rows_where_that_can_pay():
 
 @pytest.mark.parametrize("group", range(1, 17))
 def test_a_union_tile_holds_its_rows_and_its_mask(group):
-    for segment in (Segment(0, 8192, 0), Segment(0, 100, 0), Segment(0, 32, 4)):
+    for segment in (Segment(0, 8192, 0), Segment(0, 100, 0), Segment(0, 128, 4)):
         tiles = union(segment, group=group)
         if tiles is not None:
             assert tiles.rows * group <= tiles.block_m and 2 <= tiles.rows <= 16

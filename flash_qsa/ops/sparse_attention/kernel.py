@@ -37,14 +37,14 @@ class Tuning:
     """Overrides for experiments and tests; None keeps the choice of `tiles`.
 
     `rows` and `union` are field overrides of RowTiles and UnionTiles. share=False forbids unions,
-    share=True allows them for any dtype; hopper=False forbids the sm_90 schedule. split_factor
-    scales the number of splits.
+    share=True allows them for any dtype; hopper=False forbids the sm_90 schedule, a dict
+    overrides its fields. split_factor scales the number of splits.
     """
 
     rows: dict | None = None
     union: dict | None = None
     share: bool | None = None
-    hopper: bool = True
+    hopper: bool | dict = True
     split_factor: float = 1.0
 
 
@@ -75,6 +75,15 @@ class _Call:
     @property
     def group(self) -> int:
         return self.query.shape[1] // self.keys.shape[1]
+
+    @property
+    def early_launch(self) -> bool:
+        """Whether a kernel may start while its predecessor ends (programmatic dependent launch)."""
+        newest = self.target.backend == "cuda" and self.target.capability >= (9, 0)
+        return newest and not dispatch.interpreting()
+
+    def launch_options(self) -> dict:
+        return {"launch_pdl": True} if self.early_launch else {}
 
     def strides(self) -> tuple[int, ...]:
         """Of query, keys and values, as both attention kernels take them."""
@@ -193,7 +202,7 @@ def _choose_union(call: _Call, segment: Segment, tuning: Tuning) -> UnionTiles |
     straddles = call.token_base is not None and call.page_table.shape[1] > 1
     if call.tail_start is not None or straddles or tuning.share is False:
         return None
-    if tuning.hopper and _hopper(call):
+    if tuning.hopper is not False and _hopper(call):
         hopper = choices.choose_hopper(
             segment,
             call.group,
@@ -203,7 +212,7 @@ def _choose_union(call: _Call, segment: Segment, tuning: Tuning) -> UnionTiles |
             call.target,
         )
         if hopper is not None:
-            return hopper
+            return replace(hopper, **tuning.hopper) if tuning.hopper is not True else hopper
     union = choices.choose_union(
         segment,
         call.group,
@@ -340,8 +349,10 @@ def _launch_rows(
         HAS_LSE=call.lse is not None,
         **call.scales,
         SKIP_SHARED=shared is not None,
+        PDL=call.early_launch,
         num_warps=rows.num_warps,
         num_stages=rows.num_stages,
+        **call.launch_options(),
     )
 
 
@@ -370,7 +381,9 @@ def _launch_merge(
         BLOCK_S=block_s,
         HAS_GATE=call.gate is not None,
         HAS_LSE=call.lse is not None,
+        PDL=call.early_launch,
         num_warps=4,
+        **call.launch_options(),
     )
 
 
@@ -419,13 +432,16 @@ def _launch_union(call: _Call, segment: Segment, union: UnionTiles, tuning: Tuni
         PAGE=page_size,
         ROWS=union.rows,
         BLOCK_R=choices.next_power(union.rows),
-        BLOCK_K=min(choices.next_power(num_ids), 512),
+        BLOCK_K=min(choices.next_power(num_ids), 1024 // choices.next_power(union.rows)),
         BLOCK_W=min(choices.next_power(words), 1024),
         BLOCK_E=256,
         PAD=union.block_n // call.ratio,
         HALF=union.half,
         HAS_BASE=call.token_base is not None,
         num_warps=union.build_warps,
+        num_stages=1,
+        # Four programs a processor: the builder waits for memory most of the time.
+        **({"maxnreg": 64} if call.target.backend == "cuda" else {}),
     )
     if union.half:
         _launch_hopper(call, segment, union, cells, masks, counts, sections, shared)

@@ -32,8 +32,11 @@ def merge_kernel(
     BLOCK_S: tl.constexpr,
     HAS_GATE: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid [rows, Hq, ceil(D / BLOCK_D)]. acc [rows, Hq, SPLITS, D], stats [..., 2]."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     index = tl.program_id(0).to(tl.int64)
     row = first_row + index
     head = tl.program_id(1)

@@ -98,8 +98,8 @@ def _step(
     """Online softmax over BLOCK_N tokens; only those in `keep` [N] are read (with MASKED) and
     attended."""
     if MASKED:
-        k = tl.load(k_ptrs, mask=keep[:, None], other=0)
-        v = tl.load(v_ptrs, mask=keep[:, None], other=0)
+        k = tl.load(k_ptrs, mask=keep[:, None], other=0.0)
+        v = tl.load(v_ptrs, mask=keep[:, None], other=0.0)
     else:
         k = tl.load(k_ptrs)
         v = tl.load(v_ptrs)
@@ -185,6 +185,7 @@ def rows_kernel(
     K_SCALE: tl.constexpr,
     V_SCALE: tl.constexpr,
     SKIP_SHARED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid [ceil(rows / ROWS), Hkv, SPLITS]. With SKIP_SHARED, rows of a tile whose shared_ptr
     entry is not zero were attended by the row-union schedule already.
@@ -192,6 +193,10 @@ def rows_kernel(
     lists: int32 or int64 scratch, list_size cells a program; twice that unless K and V share
     offsets (SAME). Offsets are in units of ALIGN elements, which divides every stride.
     """
+    if PDL:
+        # The merge may be launched now; it waits for this grid's stores, as this one does here.
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     kv_head = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     ACTIVATION: tl.constexpr = q_ptr.dtype.element_ty

@@ -51,7 +51,7 @@ def _load_cells(
     # [BLOCK_N / C, C, DIM]
     ptrs = cache_ptr + base[:, None, None] + step + tl.arange(0, DIM)[None, None, :]
     if MASKED:
-        tile = tl.load(ptrs, mask=live[:, :, None], other=0)
+        tile = tl.load(ptrs, mask=live[:, :, None], other=0.0)
     else:
         tile = tl.load(ptrs)
     return as_compute(tl.reshape(tile, [BLOCK_N, DIM]), COMPUTE, FP8_BYTES)

@@ -71,9 +71,15 @@ def choose_rows(
     if deterministic:
         splits = -(-tokens // SPLIT_TOKENS)
     else:
-        # One wave of two programs a processor; never less than two tiles a split.
-        splits = (2 * target.processors) // max(rows * kv_heads, 1)
-        splits = min(splits, -(-tokens // (2 * block_n)))
+        # One wave of two programs a processor; two tiles a split, or one where rows are few.
+        programs = max(rows * kv_heads, 1)
+        tiles_per_split = 1 if programs <= 8 else 2
+        splits = (2 * target.processors) // programs
+        splits = min(splits, -(-tokens // (tiles_per_split * block_n)))
+        if programs > 8 * target.processors and block_n == 32:
+            # Long prefills: fewer, larger steps.
+            large = row_shared_bytes(dim, 64, 3, *sizes)
+            block_n = 64 if 2 * large <= target.shared_memory else block_n
     splits = max(1, min(splits, MAX_SPLITS, max(num_ids, 1)))
     return split_ids(RowTiles(block_n, 4, num_stages, splits, num_ids), num_ids, ratio)
 
@@ -178,7 +184,9 @@ def choose_union(
         return None
     if segment.rows_per_request:
         rows = segment.rows_per_request
-        if rows * group > 128 or rows < 3:
+        # Few draft windows leave too few programs to pay for the lists.
+        windows = (segment.end_row - segment.first_row) // rows
+        if rows * group > 128 or rows < 3 or 4 * windows * kv_heads < target.processors:
             return None
     else:
         rows = min(max(64 // group, 2), MAX_SHARE)
