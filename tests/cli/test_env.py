@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -61,12 +62,20 @@ def test_old_transformers_are_told_from_new_ones(monkeypatch):
     assert "5.16" in env.transformers_state()
 
 
-def test_vllm_says_whether_the_plugin_is_on(monkeypatch):
-    monkeypatch.setattr(env, "package_version", lambda name: "0.33.0" if name == "vllm" else None)
-    monkeypatch.delenv("FLASH_QSA_VLLM", raising=False)
-    assert "registered" in env.vllm_state()
-    monkeypatch.setenv("FLASH_QSA_VLLM", "0")
-    assert "FLASH_QSA_VLLM=0" in env.vllm_state()
+@pytest.mark.parametrize(
+    ("version", "switch", "says"),
+    [
+        ("0.33.0", "1", "active: vLLM 0.33.0"),
+        ("0.34.1", "1", "inactive: vLLM 0.34.1 was not tested"),
+        ("0.33.0", "0", "inactive: FLASH_QSA_VLLM=0"),
+        ("0.33.0", "yes", "refused: FLASH_QSA_VLLM"),
+    ],
+)
+def test_vllm_state_is_the_plugins_own_judgement(monkeypatch, version, switch, says):
+    monkeypatch.setattr(env, "package_version", lambda name: version if name == "vllm" else None)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__=version))
+    monkeypatch.setenv("FLASH_QSA_VLLM", switch)
+    assert env.vllm_state().startswith(says)
 
 
 def test_help_is_light():
