@@ -16,6 +16,7 @@ from paged_model import PagedModel
 
 from flash_qsa.cache import (
     CacheExhaustedError,
+    QSACache,
     RequestSnapshot,
     move_blocks,
     move_tokens,
@@ -161,8 +162,6 @@ def test_page_size_and_ring_capacity_may_differ(length: int) -> None:
 @pytest.mark.parametrize("main", [torch.bfloat16, FP8, torch.uint8])
 def test_every_storage_dtype_survives_export_forks_and_moves(main, compressed) -> None:
     """Random bytes, NaN codes included: what comes back is what was there."""
-    from flash_qsa.cache import QSACache
-
     config = PagedModel().config
     sizes = {"num_layers": 1, "num_pages": 8, "page_size": 8, "num_ring_slots": 3}
     cache = QSACache.from_config(config, main_dtype=main, compressed_dtype=compressed, **sizes)
@@ -198,6 +197,27 @@ def test_a_snapshot_file_holds_everything(tmp_path) -> None:
     assert loaded.geometry == saved.geometry and loaded.tensors.keys() == saved.tensors.keys()
     model.restore("b", loaded, model.texts["a"])
     model.check_state("b")
+
+
+@pytest.mark.parametrize("main", [torch.bfloat16, FP8, torch.uint8])
+def test_files_keep_every_storage_dtype(tmp_path, main: torch.dtype) -> None:
+    pytest.importorskip("safetensors")
+    sizes = {"num_layers": 1, "num_pages": 4, "page_size": 8, "num_ring_slots": 2}
+    cache = QSACache.from_config(
+        PagedModel().config, main_dtype=main, compressed_dtype=main, **sizes
+    )
+    for tensor in cache.layers[0]:
+        tensor.view(torch.uint8).random_(0, 256)
+    cache.allocate("a")
+    cache.append({"a": 19})
+    cache.export("a").save(tmp_path / "a.safetensors")
+    before = cache.export("a").tensors
+    cache.free("a")
+    for tensor in cache.layers[0]:
+        tensor.view(torch.uint8).zero_()
+    cache.restore("a", RequestSnapshot.load(tmp_path / "a.safetensors"))
+    for name, tensor in cache.export("a").tensors.items():
+        assert tensor.dtype == before[name].dtype and same_bits(tensor, before[name]), name
 
 
 def test_other_files_are_refused(tmp_path) -> None:

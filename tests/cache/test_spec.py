@@ -55,7 +55,7 @@ def test_qwen_bytes_are_counted_to_the_byte(draft_tokens: int) -> None:
     assert spec.total_bytes == by_hand == cache.allocated_bytes
 
 
-@pytest.mark.parity("P35", "P06")
+@pytest.mark.parity("P06", "P28", "P35")
 @pytest.mark.parametrize("positions", [False, True])
 @pytest.mark.parametrize("compressed", [torch.bfloat16, FP8, torch.uint8])
 @pytest.mark.parametrize("main", [torch.bfloat16, FP8, torch.uint8, (torch.bfloat16, FP8)])
