@@ -68,12 +68,16 @@ def make_problem(
     padding: int = 0,
     spare_pages: int = 2,
     device: torch.device | str = "cpu",
+    draw_on: torch.device | str = "cpu",
     seed: int = 0,
 ) -> Problem:
     """A problem whose requests have `seq_lens` tokens after a step of `query_lens` rows.
 
     Cells that hold no token, spare pages and padding rows are NaN (FP8: its NaN code); pages are a
     random permutation; every tensor is a non-contiguous view with a contiguous last axis.
+
+    Values are drawn on `draw_on`: on the CPU every device gets the same numbers, on a GPU a long
+    context takes milliseconds.
     """
     generator = torch.Generator().manual_seed(seed)
     requests, size = len(seq_lens), shape.page_size
@@ -87,27 +91,32 @@ def make_problem(
         page_table[request, :count] = order[taken : taken + count]
         taken += count
     plan = make_plan(query_lens, seq_lens, page_table, shape, padding=padding, device=device)
+    page_table = page_table.to(draw_on)
+    if torch.device(draw_on).type != "cpu":
+        generator = torch.Generator(draw_on).manual_seed(seed)
+
+    def drawn(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=generator, device=draw_on)
+
+    def spoiled(*sizes: int) -> torch.Tensor:
+        return torch.full(sizes, float("nan"), device=draw_on)
 
     def filled(rows: int, heads: int, dim: int) -> torch.Tensor:
-        values = torch.full((rows + padding, heads, dim), float("nan"))
-        values[:rows] = torch.randn(rows, heads, dim, generator=generator)
+        values = spoiled(rows + padding, heads, dim)
+        values[:rows] = drawn(rows, heads, dim)
         return values
 
     total = sum(query_lens)
-    kv = torch.full((pages, shape.kv_heads, size, 2 * shape.head_dim), float("nan"))
-    keys = torch.full((pages, size // shape.ratio, 1, shape.index_dim), float("nan"))
+    kv = spoiled(pages, shape.kv_heads, size, 2 * shape.head_dim)
+    keys = spoiled(pages, size // shape.ratio, 1, shape.index_dim)
     for request, length in enumerate(seq_lens):
-        token = torch.arange(length)
+        token = torch.arange(length, device=draw_on)
         page = page_table[request].long()[token // size]
-        kv[page, :, token % size] = torch.randn(
-            length, shape.kv_heads, 2 * shape.head_dim, generator=generator
-        )
-        block = torch.arange(length // shape.ratio)
+        kv[page, :, token % size] = drawn(length, shape.kv_heads, 2 * shape.head_dim)
+        block = torch.arange(length // shape.ratio, device=draw_on)
         per_page = size // shape.ratio
         page = page_table[request].long()[block // per_page]
-        keys[page, block % per_page, 0] = torch.randn(
-            length // shape.ratio, shape.index_dim, generator=generator
-        )
+        keys[page, block % per_page, 0] = drawn(length // shape.ratio, shape.index_dim)
     index_dtype = index_dtype or dtype
     index_query = filled(total, shape.index_heads, shape.index_dim)
 

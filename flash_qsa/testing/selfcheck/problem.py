@@ -47,7 +47,7 @@ class Setting:
 
 
 class Problems:
-    """The selection and attention problems of one length, built when first asked for."""
+    """The selection and attention problems of one length, built when first asked for and kept."""
 
     def __init__(self, setting: Setting, length: int) -> None:
         self.setting, self.length = setting, length
@@ -56,7 +56,6 @@ class Problems:
     def get(self, kind: str, fp8: bool = False) -> Problem:
         """ "prefill": the last rows of one request. "decode": one row of each of three."""
         if (kind, fp8) not in self._built:
-            self._built.clear()  # one at a time: at 262,144 tokens a problem is half a GiB
             at, n = self.setting, self.length
             many = kind == "decode"
             with dispatch.trace():  # ops that only make inputs are not what ran
@@ -69,6 +68,7 @@ class Problems:
                     index_dtype=at.fp8 if fp8 else None,
                     padding=1,
                     device=at.device,
+                    draw_on=at.device,
                     seed=at.seed + n,
                 )
         return self._built[kind, fp8]
