@@ -20,7 +20,7 @@ from unittest import mock
 
 import torch
 
-from flash_qsa.ops.sparse_attention import kernel
+from flash_qsa.ops.sparse_attention import kernel, launch_union
 from flash_qsa.ops.sparse_attention.kernel import Tuning
 from flash_qsa.testing.compare import attention_truth, within_bound
 
@@ -279,8 +279,8 @@ def time_prefill(context, correlation, variants, peers, heads=HEADS) -> tuple[st
     def lists_only(tuning):
         nothing = Skipped()
         with (
-            mock.patch.object(kernel, "union_kernel", nothing),
-            mock.patch.object(kernel, "_launch_hopper", lambda *a: None),
+            mock.patch.object(launch_union, "union_kernel", nothing),
+            mock.patch.object(launch_union, "_launch_hopper", lambda *a: None),
         ):
             kernel.launch(*problem.arguments(), tuning=tuning)
 

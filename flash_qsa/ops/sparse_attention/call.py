@@ -1,0 +1,132 @@
+"""One call of sparse_attention as its kernels take it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton.language as tl
+
+from flash_qsa import dispatch
+from flash_qsa.checks import E4M3_DTYPES, Scale
+from flash_qsa.targets import Target, device_target
+
+TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call's tensors in the form kernels take them, and what follows from their dtypes."""
+
+    query: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    block_ids: torch.Tensor
+    positions: torch.Tensor
+    page_table: torch.Tensor
+    request_ids: torch.Tensor
+    gate: torch.Tensor | None
+    tail_start: torch.Tensor | None
+    token_base: torch.Tensor | None
+    out: torch.Tensor
+    lse: torch.Tensor | None
+    ratio: int
+    scale: float
+    scales: dict
+    scale_args: tuple
+    compute: torch.dtype
+    fp8_bytes: bool
+    target: Target
+
+    @property
+    def group(self) -> int:
+        return self.query.shape[1] // self.keys.shape[1]
+
+    @property
+    def early_launch(self) -> bool:
+        """Whether a kernel may start while its predecessor ends (programmatic dependent launch)."""
+        newest = self.target.backend == "cuda" and self.target.capability >= (9, 0)
+        return newest and not dispatch.interpreting()
+
+    def launch_options(self) -> dict:
+        return {"launch_pdl": True} if self.early_launch else {}
+
+    def strides(self) -> tuple[int, ...]:
+        """Of query, keys and values, as both attention kernels take them."""
+        return (
+            *self.query.stride()[:2],
+            *self.keys.stride()[:3],
+            *self.values.stride()[:3],
+        )
+
+    def output_strides(self) -> tuple[int, ...]:
+        gate = self.query if self.gate is None else self.gate
+        lse = (0, 0) if self.lse is None else self.lse.stride()
+        return (*gate.stride()[:2], *self.out.stride()[:2], *lse)
+
+    def or_dummy(self, tensor: torch.Tensor | None) -> torch.Tensor:
+        """A pointer for an argument that the kernel's flags say is absent."""
+        return self.query if tensor is None else tensor
+
+    @classmethod
+    def of(
+        cls,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        block_ids: torch.Tensor,
+        positions: torch.Tensor,
+        page_table: torch.Tensor,
+        request_ids: torch.Tensor,
+        ratio: int,
+        scale: float,
+        gate: torch.Tensor | None,
+        k_scale: Scale | None,
+        v_scale: Scale | None,
+        tail_start: torch.Tensor | None,
+        token_base: torch.Tensor | None,
+        out: torch.Tensor,
+        lse_out: torch.Tensor | None,
+    ) -> Call:
+        target = device_target(query.device)
+        interpreted = dispatch.interpreting()
+        # Without a native type, FP8 travels as bytes and BF16 products are done in FP32.
+        fp8_bytes = keys.dtype in E4M3_DTYPES and (
+            interpreted or target.backend == "hip" or not target.has_e4m3
+        )
+        if keys.dtype in E4M3_DTYPES:
+            storage = torch.uint8 if fp8_bytes else torch.float8_e4m3fn
+            keys, values = keys.view(storage), values.view(storage)
+        narrow = query.dtype == torch.bfloat16 and (interpreted or not target.has_bf16)
+        return cls(
+            query,
+            keys,
+            values,
+            _unit_stride(block_ids),
+            positions.contiguous(),
+            _unit_stride(page_table),
+            request_ids.contiguous(),
+            None if gate is None else _unit_stride(gate),
+            None if tail_start is None else tail_start.contiguous(),
+            None if token_base is None else token_base.contiguous(),
+            out,
+            lse_out,
+            ratio,
+            scale,
+            {"K_SCALE": _scale_kind(k_scale), "V_SCALE": _scale_kind(v_scale)},
+            tuple(1.0 if s is None else s for s in (k_scale, v_scale)),
+            torch.float32 if narrow else query.dtype,
+            fp8_bytes,
+            target,
+        )
+
+
+def _unit_stride(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.stride(-1) == 1 or not tensor.numel() else tensor.contiguous()
+
+
+def _scale_kind(scale: float | torch.Tensor | None) -> int:
+    """0: none, 1: a float argument, 2: read on the device."""
+    if scale is None:
+        return 0
+    return 2 if isinstance(scale, torch.Tensor) else 1

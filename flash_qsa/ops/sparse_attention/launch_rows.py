@@ -1,0 +1,139 @@
+"""Launches of the per-row schedule and of the merge of its splits."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from flash_qsa.ops.sparse_attention import tiles as choices
+from flash_qsa.ops.sparse_attention.call import TYPES, Call
+from flash_qsa.ops.sparse_attention.kernel_merge import merge_kernel
+from flash_qsa.ops.sparse_attention.kernel_rows import rows_kernel
+from flash_qsa.ops.sparse_attention.tiles import RowTiles, Segment
+
+Partials = tuple[torch.Tensor, torch.Tensor]
+"""FP32 outputs [rows, Hq, splits, D], and peaks with sums [rows, Hq, splits, 2]."""
+
+
+def allocate_partials(call: Call, segment: Segment, splits: int) -> Partials | None:
+    """Room for the partials of a segment, where there is more than one split."""
+    if splits == 1:
+        return None
+    shape = (segment.end_row - segment.first_row, call.query.shape[1], splits)
+    device = call.query.device
+    acc = torch.empty((*shape, call.query.shape[2]), dtype=torch.float32, device=device)
+    return acc, torch.empty((*shape, 2), dtype=torch.float32, device=device)
+
+
+def launch_rows(
+    call: Call,
+    segment: Segment,
+    rows: RowTiles,
+    rows_per_program: int,
+    shared: torch.Tensor | None,
+    partials: Partials | None,
+) -> None:
+    heads, dim = call.query.shape[1:]
+    kv_heads, page_size = call.keys.shape[1:3]
+    acc, stats = partials or (call.query, call.query)
+    tiles = triton.cdiv(segment.end_row - segment.first_row, rows_per_program)
+    straddles = call.token_base is not None or page_size % call.ratio != 0
+    width = choices.cell_width(call.ratio, straddles)
+    same = call.keys.stride()[:3] == call.values.stride()[:3]
+    list_size = max(rows.ids_per_split * call.ratio // width, 1)
+    pair = (call.keys, call.values)
+    align = 16 if all(s % 16 == 0 for tensor in pair for s in tensor.stride()[:3]) else 1
+    pages = call.keys.shape[0]
+    reach = max(pages * t.stride(0) + page_size * t.stride(2) for t in pair) // align
+    lists = torch.empty(
+        tiles * kv_heads * rows.splits * list_size * (1 if same else 2),
+        dtype=torch.int32 if reach < 2**31 else torch.int64,
+        device=call.query.device,
+    )
+    rows_kernel[(tiles, kv_heads, rows.splits)](
+        call.query,
+        call.keys,
+        call.values,
+        call.block_ids,
+        call.positions,
+        call.page_table,
+        call.request_ids,
+        call.or_dummy(call.tail_start),
+        call.or_dummy(call.token_base),
+        call.or_dummy(call.gate),
+        *call.scale_args,
+        call.or_dummy(shared),
+        lists,
+        call.out,
+        call.or_dummy(call.lse),
+        acc,
+        stats,
+        *call.strides(),
+        call.block_ids.stride(0),
+        call.page_table.stride(0),
+        *call.output_strides(),
+        segment.first_row,
+        segment.end_row,
+        call.block_ids.shape[1],
+        rows.ids_per_split,
+        list_size,
+        *call.page_table.shape,
+        call.keys.shape[0],
+        call.scale,
+        RATIO=call.ratio,
+        WIDTH=width,
+        PAGE=page_size,
+        GROUP=heads // kv_heads,
+        DIM=dim,
+        BLOCK_M=max(16, choices.next_power(heads // kv_heads)),
+        BLOCK_N=rows.block_n,
+        BLOCK_D=max(16, choices.next_power(dim)),
+        CHUNK=min(max(choices.next_power(list_size), 16), 1024),
+        ROWS=rows_per_program,
+        SPLITS=rows.splits,
+        SAME=same,
+        ALIGN=align,
+        COMPUTE=TYPES[call.compute],
+        FP8_BYTES=call.fp8_bytes,
+        HAS_TAIL=call.tail_start is not None,
+        HAS_BASE=call.token_base is not None,
+        HAS_GATE=call.gate is not None,
+        HAS_LSE=call.lse is not None,
+        **call.scales,
+        SKIP_SHARED=shared is not None,
+        PDL=call.early_launch,
+        num_warps=rows.num_warps,
+        num_stages=rows.num_stages,
+        **call.launch_options(),
+    )
+
+
+def launch_merge(
+    call: Call,
+    segment: Segment,
+    splits: int,
+    partials: Partials | None,
+) -> None:
+    if partials is None:
+        return
+    heads, dim = call.query.shape[1:]
+    block_s = choices.next_power(splits)
+    block_d = min(max(16, choices.next_power(dim)), max(16, 4096 // block_s))
+    merge_kernel[(segment.end_row - segment.first_row, heads, triton.cdiv(dim, block_d))](
+        *partials,
+        call.or_dummy(call.gate),
+        call.out,
+        call.or_dummy(call.lse),
+        *call.output_strides(),
+        segment.first_row,
+        heads,
+        DIM=dim,
+        BLOCK_D=block_d,
+        SPLITS=splits,
+        BLOCK_S=block_s,
+        HAS_GATE=call.gate is not None,
+        HAS_LSE=call.lse is not None,
+        PDL=call.early_launch,
+        num_warps=4,
+        **call.launch_options(),
+    )

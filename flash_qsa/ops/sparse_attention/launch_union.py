@@ -1,0 +1,183 @@
+"""Launches of the row-union schedules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import triton
+
+from flash_qsa.ops.sparse_attention import tiles as choices
+from flash_qsa.ops.sparse_attention.call import TYPES, Call
+from flash_qsa.ops.sparse_attention.kernel_build import build_kernel
+from flash_qsa.ops.sparse_attention.kernel_union import union_kernel
+from flash_qsa.ops.sparse_attention.launch_rows import (
+    Partials,
+    allocate_partials,
+    launch_merge,
+    launch_rows,
+)
+from flash_qsa.ops.sparse_attention.tiles import RowTiles, Segment, UnionTiles
+
+
+def launch_union(call: Call, segment: Segment, union: UnionTiles, rows: RowTiles) -> None:
+    """Lists, attention over them, and the per-row schedule for the tiles that were left out.
+
+    `rows` are that schedule's tiles; its splits become those of the union.
+    """
+    heads, dim = call.query.shape[1:]
+    kv_heads, page_size = call.keys.shape[1:3]
+    num_ids, num_columns = call.block_ids.shape[1], call.page_table.shape[1]
+    tiles = triton.cdiv(segment.end_row - segment.first_row, union.rows)
+    words = max(triton.cdiv(num_columns * page_size, 32 * call.ratio), 1)
+
+    def buffer(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=call.query.device)
+
+    bitmap, prefix = buffer(2, union.build_programs, words).unbind(0)
+    packed = buffer(union.build_programs, union.capacity, dtype=torch.int64)
+    cells = buffer(tiles, union.capacity)
+    masks = buffer(tiles, union.capacity, call.ratio, dtype=torch.int16)
+    counts, shared = buffer(2, tiles).unbind(0)
+    sections = buffer(tiles, 2)
+    build_kernel[(union.build_programs,)](
+        call.block_ids,
+        call.positions,
+        call.request_ids,
+        call.or_dummy(call.token_base),
+        call.page_table,
+        bitmap,
+        prefix,
+        packed,
+        cells,
+        masks,
+        counts,
+        shared,
+        sections,
+        call.block_ids.stride(0),
+        call.page_table.stride(0),
+        segment.first_row,
+        segment.end_row,
+        num_ids,
+        *call.page_table.shape,
+        call.keys.shape[0],
+        tiles,
+        words,
+        union.capacity,
+        RATIO=call.ratio,
+        PAGE=page_size,
+        ROWS=union.rows,
+        BLOCK_R=choices.next_power(union.rows),
+        BLOCK_K=min(choices.next_power(num_ids), 1024 // choices.next_power(union.rows)),
+        BLOCK_W=min(choices.next_power(words), 1024),
+        BLOCK_E=256,
+        PAD=union.block_n // call.ratio,
+        HALF=union.half,
+        HAS_BASE=call.token_base is not None,
+        num_warps=union.build_warps,
+        num_stages=1,
+        # Four programs a processor: the builder waits for memory most of the time.
+        **({"maxnreg": 64} if call.target.backend == "cuda" else {}),
+    )
+    if union.half:
+        _launch_hopper(call, segment, union, cells, masks, counts, sections, shared)
+    partials = allocate_partials(call, segment, union.splits)
+    if not union.half:
+        _attend_union(call, segment, union, cells, masks, counts, shared, partials)
+    rows = choices.split_ids(replace(rows, splits=union.splits), num_ids, call.ratio)
+    rows = replace(rows, splits=union.splits)
+    launch_rows(call, segment, rows, union.rows, shared, partials)
+    launch_merge(call, segment, union.splits, partials)
+
+
+def _launch_hopper(
+    call: Call,
+    segment: Segment,
+    union: UnionTiles,
+    cells: torch.Tensor,
+    masks: torch.Tensor,
+    counts: torch.Tensor,
+    sections: torch.Tensor,
+    shared: torch.Tensor,
+) -> None:
+    # Gluon is imported where it runs: older GPUs need only Triton.
+    from flash_qsa.ops.sparse_attention.kernel_union_sm90 import union_sm90_kernel
+
+    union_sm90_kernel[(counts.shape[0], call.keys.shape[1])](
+        call.query,
+        call.keys,
+        call.values,
+        cells,
+        masks,
+        counts,
+        sections,
+        shared,
+        call.or_dummy(call.gate),
+        call.out,
+        call.or_dummy(call.lse),
+        *call.strides(),
+        *call.output_strides(),
+        segment.first_row,
+        segment.end_row,
+        union.capacity,
+        call.scale,
+        RATIO=call.ratio,
+        PAGE=call.keys.shape[2],
+        GROUP=call.group,
+        DIM=call.query.shape[2],
+        HALF=union.half,
+        HAS_GATE=call.gate is not None,
+        HAS_LSE=call.lse is not None,
+        num_warps=4,
+    )
+
+
+def _attend_union(
+    call: Call,
+    segment: Segment,
+    union: UnionTiles,
+    cells: torch.Tensor,
+    masks: torch.Tensor,
+    counts: torch.Tensor,
+    shared: torch.Tensor,
+    partials: Partials | None,
+) -> None:
+    dim, kv_heads = call.query.shape[2], call.keys.shape[1]
+    acc, stats = partials or (call.query, call.query)
+    union_kernel[(counts.shape[0], kv_heads, union.splits)](
+        call.query,
+        call.keys,
+        call.values,
+        cells,
+        masks,
+        counts,
+        shared,
+        call.or_dummy(call.gate),
+        *call.scale_args,
+        call.out,
+        call.or_dummy(call.lse),
+        acc,
+        stats,
+        *call.strides(),
+        *call.output_strides(),
+        segment.first_row,
+        segment.end_row,
+        union.capacity,
+        call.scale,
+        RATIO=call.ratio,
+        PAGE=call.keys.shape[2],
+        GROUP=call.group,
+        DIM=dim,
+        ROWS=union.rows,
+        BLOCK_M=union.block_m,
+        BLOCK_N=union.block_n,
+        SPLITS=union.splits,
+        FIXED=union.fixed,
+        COMPUTE=TYPES[call.compute],
+        FP8_BYTES=call.fp8_bytes,
+        HAS_GATE=call.gate is not None,
+        HAS_LSE=call.lse is not None,
+        **call.scales,
+        num_warps=union.num_warps,
+        num_stages=union.num_stages,
+    )
