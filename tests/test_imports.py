@@ -122,7 +122,7 @@ def test_references_use_no_kernel(path: Path) -> None:
         assert not any(part.startswith("kernel") for part in target.split(".")), target
 
 
-SHARED_BY_KERNELS = ("device", "primitives")
+SHARED_BY_KERNELS = ("call", "device", "primitives")
 
 WITHOUT = """
 import importlib, pkgutil, sys
