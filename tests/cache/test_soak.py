@@ -63,7 +63,8 @@ class Scheduler:
         requests = list(self.model.texts)
         self.random.shuffle(requests)
         split = self.random.randint(0, len(requests))
-        query_len = self.random.choice((1, 1, 1 + DRAFTS, self.random.randint(1, 1 + DRAFTS)))
+        window = 1 + self.model.cache.spec.draft_tokens
+        query_len = self.random.choice((1, 1, window, self.random.randint(1, window)))
         counts = {r: query_len for r in requests[:split] if self.model.length(r)}
         decodes = list(counts)
         for request in requests[split : split + 2]:
@@ -109,7 +110,7 @@ class Scheduler:
             try:
                 self.model.fork(parent, self.next_id, length)
             except RecomputeError as error:
-                assert self._record() == before and error.position == length // 4 * 4
+                assert self._record() == before and error.position == self._group_start(length)
                 self.ran["recompute"] += 1
                 kept = self.model.fork(parent, self.next_id, length, to_group_start=True)
                 assert kept == error.position
@@ -127,7 +128,7 @@ class Scheduler:
         held_from, before = self.model.cache.raw_from(request), self._record()
         try:
             self.model.truncate(request, length)
-            assert length % 4 == 0 or held_from <= length // 4 * 4
+            assert held_from <= self._group_start(length) or length == self._group_start(length)
         except RecomputeError as error:
             assert self._record() == before and held_from > error.position
             self.ran["recompute"] += 1
@@ -166,6 +167,9 @@ class Scheduler:
         self.model.cache.move_pages(dict(zip(moved, targets)))
         return list(self.model.texts)
 
+    def _group_start(self, length: int) -> int:
+        return length - length % self.model.config.compress_ratio
+
     def _record(self) -> tuple:
         ledger = self.model.cache.ledger
         states = {
@@ -199,3 +203,33 @@ def test_two_thousand_random_steps_equal_the_oracle() -> None:
         assert ran[happened] >= 10, ran
     assert ran["rows"] >= 4_000, ran
     assert torch.isnan(model.cache.layers[0].main).any()
+
+
+@pytest.mark.bug("O-18", "O-51")
+@pytest.mark.parametrize(
+    ("ratio", "budget", "page_size", "drafts", "mrope", "layers"),
+    [
+        (1, 5, 6, 2, True, 1),
+        (2, 8, 8, 5, False, 1),
+        (3, 9, 6, 0, True, 1),
+        (8, 24, 16, 3, True, 2),
+        (4, 16, 4, 8, True, 1),
+    ],
+)
+def test_random_steps_hold_for_other_geometries(
+    ratio: int, budget: int, page_size: int, drafts: int, mrope: bool, layers: int
+) -> None:
+    model = PagedModel(
+        num_layers=layers,
+        num_pages=40,
+        page_size=page_size,
+        num_ring_slots=7,
+        draft_tokens=drafts,
+        ratio=ratio,
+        budget=budget,
+        mrope=mrope,
+        seed=ratio,
+    )
+    scheduler = Scheduler(model)
+    scheduler.run(60)
+    assert scheduler.ran["rows"] >= 50, scheduler.ran
