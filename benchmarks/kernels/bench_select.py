@@ -40,22 +40,17 @@ SCORE_ONLY = {"parts": ("score",)}
 def decode_variants(blocks: int) -> dict[str, dict]:
     """Tunings to compare in decode; "score" is the scorer alone."""
     found = {"default": {}, "score": SCORE_ONLY, "nopdl": {"pdl": False}}
-    for stages in (3, 5):
+    for stages in (2, 4):
         found[f"score-s{stages}"] = SCORE_ONLY | {"score": {"num_stages": stages}}
     for programs in (2, 8):
         found[f"score-p{programs}"] = SCORE_ONLY | {"decode": {"programs": programs}}
-    if blocks <= 8192:
-        units = 1 << (blocks - 1).bit_length()
-        for warps in (4, 8, 16, 32):
-            select = {"group": 1, "units": units, "num_warps": warps}
-            if 4 <= units // (32 * warps) <= 32:
-                found[f"direct-w{warps}"] = {"select": select}
-    else:
-        for group, warps in ((16, 8), (16, 16), (32, 8), (64, 8), (64, 16)):
-            units = 1 << (-(-blocks // group) - 1).bit_length()
-            if 1024 <= units <= 256 * warps * 4:
-                select = {"group": group, "units": units, "num_warps": warps}
-                found[f"g{group}-w{warps}"] = {"select": select | {"chunk": 512 * warps // group}}
+    for group, warps in ((1, 4), (1, 8), (4, 4), (4, 8), (16, 4), (16, 8), (16, 16), (32, 8)):
+        units = 1 << (-(-blocks // group) - 1).bit_length()
+        held = units // (32 * warps)
+        if 2 <= held <= (64 if warps == 4 else 32) and units >= 1024:
+            select = {"group": group, "units": units, "num_warps": warps}
+            select["chunk"] = 512 * warps // group
+            found[f"g{group}-w{warps}"] = {"select": select}
     return found
 
 

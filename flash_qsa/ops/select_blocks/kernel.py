@@ -284,6 +284,7 @@ class _Step:
             E4M3=self.e4m3,
             WIDEN=not target.has_bf16,
             HAS_FIRST=self.has_first,
+            PTX=self.ptx,
             PDL=self.pdl,
             STAGES=score.num_stages,
             num_warps=score.num_warps,

@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flash_qsa.ops.select_blocks.kernel_score import HIDDEN, operand, sum_heads
+from flash_qsa.ops.select_blocks.kernel_score import HIDDEN, hide, operand, sum_heads
 
 
 @triton.jit
@@ -119,15 +119,6 @@ def _halves(x, ROWS: tl.constexpr):
     low = tl.max(tl.where(which == 0, parts, HIDDEN), 1)
     high = tl.max(tl.where(which == 1, parts, HIDDEN), 1)
     return tl.reshape(low, (32, ROWS)), tl.reshape(high, (32, ROWS))
-
-
-@triton.jit
-def _hide(keys, ids, top, first, HAS_FIRST: tl.constexpr):
-    """HIDDEN where a row (column) may not see a key. One comparison at a time keeps the layout."""
-    keys = tl.where(ids < top[None, :], keys, HIDDEN)
-    if HAS_FIRST:
-        keys = tl.where(ids >= first[None, :], keys, HIDDEN)
-    return keys
 
 
 @triton.jit
@@ -232,10 +223,10 @@ def dense_score_kernel(
                 if GROUP > 1:
                     if (pair >= ragged_from) | (pair < ragged_to):
                         keys_n = pair * 128 + 4 * quads[:, None]
-                        even_low = _hide(even_low, keys_n, top, first, HAS_FIRST)
-                        even_high = _hide(even_high, keys_n + 1, top, first, HAS_FIRST)
-                        low = _hide(low, keys_n + 2, top, first, HAS_FIRST)
-                        high = _hide(high, keys_n + 3, top, first, HAS_FIRST)
+                        even_low = hide(even_low, keys_n, top, first, HAS_FIRST)
+                        even_high = hide(even_high, keys_n + 1, top, first, HAS_FIRST)
+                        low = hide(low, keys_n + 2, top, first, HAS_FIRST)
+                        high = hide(high, keys_n + 3, top, first, HAS_FIRST)
                     largest = tl.maximum(tl.maximum(even_low, even_high), tl.maximum(low, high))
                     groups: tl.constexpr = 128 // GROUP
                     if GROUP > 4:

@@ -69,63 +69,48 @@ def operand(values, E4M3: tl.constexpr, WIDEN: tl.constexpr):
 
 
 @triton.jit
-def _score_tile(
-    query_ptr,
-    cache_ptr,
-    page_row,
-    offs_n,
-    limit_n,
-    query_rows,
-    query_heads,
-    column_ok,
-    stride_q_t,
-    stride_q_h,
-    stride_k_page,
-    stride_k_block,
-    num_pages,
-    table_pages,
-    HEAD_DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ROWS_PAD: tl.constexpr,
-    HEADS_PAD: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PAGE_BLOCKS: tl.constexpr,
-    E4M3: tl.constexpr,
-    WIDEN: tl.constexpr,
-):
-    """int32 keys [BLOCK_N, ROWS_PAD] of one tile."""
+def scatter(pointers, values, wanted, PTX: tl.constexpr):
+    """Stores int32 values where `wanted` is not 0. PTX stores from the layout that values have;
+    a plain store would first exchange them through shared memory."""
+    if PTX:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred %p; setp.ne.s32 %p, $3, 0; @%p st.global.b32 [$1], $2; mov.u32 $0, 0; }",
+            "=r,l,r,r",
+            [pointers.to(tl.int64), values, wanted],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        tl.store(pointers, values, mask=wanted > 0)
+
+
+@triton.jit
+def hide(keys, ids, top, first, HAS_FIRST: tl.constexpr):
+    """HIDDEN where a row (column) may not see a key. One comparison at a time keeps the layout."""
+    keys = tl.where(ids < top[None, :], keys, HIDDEN)
+    if HAS_FIRST:
+        keys = tl.where(ids >= first[None, :], keys, HIDDEN)
+    return keys
+
+
+@triton.jit
+def _pages(page_row, offs_n, limit, table_pages, PAGE_BLOCKS: tl.constexpr):
+    """Physical page of each key; -1 behind the last visible one and behind the table."""
     logical = offs_n // PAGE_BLOCKS
-    wanted = (offs_n < limit_n) & (logical < table_pages)
-    page = tl.load(page_row + logical, mask=wanted, other=-1)
-    present = (page >= 0) & (page < num_pages)
-    offsets = (offs_n % PAGE_BLOCKS).to(tl.int64)
-    cells = page.to(tl.int64) * stride_k_page + offsets * stride_k_block
-    dots = tl.zeros((BLOCK_N, ROWS_PAD * HEADS_PAD), tl.float32)
-    for start in tl.static_range(0, DIM_PAD, BLOCK_D):
-        offs_d = start + tl.arange(0, BLOCK_D)
-        # [BLOCK_N, BLOCK_D]
-        keys = tl.load(
-            cache_ptr + cells[:, None] + offs_d[None, :],
-            mask=present[:, None] & (offs_d < HEAD_DIM)[None, :],
-            other=0.0,
-        )
-        # [columns, BLOCK_D]
-        queries = tl.load(
-            query_ptr
-            + (query_rows * stride_q_t + query_heads * stride_q_h)[:, None]
-            + offs_d[None, :],
-            mask=column_ok[:, None] & (offs_d < HEAD_DIM)[None, :],
-            other=0.0,
-        )
-        dots = tl.dot(
-            operand(keys, E4M3, WIDEN),
-            tl.trans(operand(queries, E4M3, WIDEN)),
-            dots,
-            input_precision="ieee",
-        )
-    scores = ordered(sum_heads(dots, BLOCK_N, ROWS_PAD, HEADS_PAD))
-    return tl.where(present[:, None], scores, -1)
+    return tl.load(page_row + logical, mask=offs_n < limit, other=-1)
+
+
+@triton.jit
+def _queries(query_ptr, columns_at, column_ok, offs_d, HEAD_DIM, E4M3, WIDEN):
+    """[BLOCK_D, columns] operand."""
+    # [columns, BLOCK_D]
+    values = tl.load(
+        query_ptr + columns_at[:, None] + offs_d[None, :],
+        mask=column_ok[:, None] & (offs_d < HEAD_DIM)[None, :],
+        other=0.0,
+    )
+    return tl.trans(operand(values, E4M3, WIDEN))
 
 
 @triton.jit
@@ -166,6 +151,7 @@ def score_kernel(
     E4M3: tl.constexpr,
     WIDEN: tl.constexpr,
     HAS_FIRST: tl.constexpr,
+    PTX: tl.constexpr,
     PDL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -193,6 +179,10 @@ def score_kernel(
     column_head = (columns // 8 % (HEADS_PAD // 2) * 2 + columns % 2).to(tl.int64)
     query_rows = row_begin + tile_row + column_row
     column_ok = (query_rows < row_end) & (column_row < ROWS) & (column_head < HEADS)
+    columns_at = query_rows * stride_q_t + column_head * stride_q_h
+    offs_d = tl.arange(0, BLOCK_D)
+    queries = _queries(query_ptr, columns_at, column_ok, offs_d, HEAD_DIM, E4M3, WIDEN)
+    offs_tile = tl.arange(0, BLOCK_N)
     offs_group = tl.arange(0, BLOCK_N // GROUP)
 
     # rows of one request are scored together; a tile seldom has more than one
@@ -203,55 +193,45 @@ def score_kernel(
         top = tl.where(mine, limit, 0)
         bottom = tl.where(top > 0, first, width)
         last = tl.max(top, 0)
+        mapped = tl.minimum(last, table_pages * PAGE_BLOCKS)
+        active = (top > 0).to(tl.int32)
+        score_row = scores_ptr + (tile_row + offs_r) * stride_scores
+        maxima_row = maxima_ptr + (tile_row + offs_r) * stride_maxima
         page_row = page_table_ptr + request.to(tl.int64) * stride_table
-        for tile in tl.range(
-            tl.min(bottom, 0) // BLOCK_N + split,
-            (last + BLOCK_N - 1) // BLOCK_N,
-            splits,
-            num_stages=STAGES,
-        ):
-            offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-            scores = _score_tile(
-                query_ptr,
-                cache_ptr,
-                page_row,
-                offs_n,
-                last,
-                query_rows,
-                column_head,
-                column_ok,
-                stride_q_t,
-                stride_q_h,
-                stride_k_page,
-                stride_k_block,
-                num_pages,
-                table_pages,
-                HEAD_DIM,
-                DIM_PAD,
-                BLOCK_D,
-                ROWS_PAD,
-                HEADS_PAD,
-                BLOCK_N,
-                PAGE_BLOCKS,
-                E4M3,
-                WIDEN,
-            )
-            candidate = (offs_n[:, None] < top[None, :]) & (offs_n[:, None] >= bottom[None, :])
-            scores = tl.where(candidate, scores, HIDDEN)
-            places = (tile_row + offs_r) * stride_scores
-            tl.store(
-                scores_ptr + places[None, :] + offs_n[:, None],
-                scores,
-                mask=(offs_n[:, None] < width) & (top > 0)[None, :],
-            )
+        begin = tl.min(bottom, 0) // BLOCK_N + split
+        # the next tile's pages are looked up a step ahead, so that no load waits for another
+        page = _pages(page_row, begin * BLOCK_N + offs_tile, mapped, table_pages, PAGE_BLOCKS)
+        for tile in tl.range(begin, (last + BLOCK_N - 1) // BLOCK_N, splits, num_stages=STAGES):
+            offs_n = tile * BLOCK_N + offs_tile
+            ahead = _pages(page_row, offs_n + splits * BLOCK_N, mapped, table_pages, PAGE_BLOCKS)
+            present = (page >= 0) & (page < num_pages)
+            offsets = (offs_n % PAGE_BLOCKS).to(tl.int64)
+            cells = page.to(tl.int64) * stride_k_page + offsets * stride_k_block
+            dots = tl.zeros((BLOCK_N, ROWS_PAD * HEADS_PAD), tl.float32)
+            for start in tl.static_range(0, DIM_PAD, BLOCK_D):
+                # [BLOCK_N, BLOCK_D]
+                keys = tl.load(
+                    cache_ptr + cells[:, None] + (start + offs_d)[None, :],
+                    mask=present[:, None] & (start + offs_d < HEAD_DIM)[None, :],
+                    other=0.0,
+                )
+                if start > 0:
+                    queries = _queries(
+                        query_ptr, columns_at, column_ok, start + offs_d, HEAD_DIM, E4M3, WIDEN
+                    )
+                elif BLOCK_D < DIM_PAD:
+                    queries = _queries(
+                        query_ptr, columns_at, column_ok, offs_d, HEAD_DIM, E4M3, WIDEN
+                    )
+                dots = tl.dot(operand(keys, E4M3, WIDEN), queries, dots, input_precision="ieee")
+            scores = ordered(sum_heads(dots, BLOCK_N, ROWS_PAD, HEADS_PAD))
+            scores = tl.where(present[:, None], scores, -1)
+            scatter(score_row[None, :] + offs_n[:, None], scores, active[None, :], PTX)
             if GROUP > 1:
+                scores = hide(scores, offs_n[:, None], top, first, HAS_FIRST)
                 largest = tl.max(tl.reshape(scores, (BLOCK_N // GROUP, GROUP, ROWS_PAD)), 1)
                 offs_g = tile * (BLOCK_N // GROUP) + offs_group
-                places = (tile_row + offs_r) * stride_maxima
-                tl.store(
-                    maxima_ptr + places[None, :] + offs_g[:, None],
-                    largest,
-                    mask=(offs_g[:, None] * GROUP < width) & (top > 0)[None, :],
-                )
+                scatter(maxima_row[None, :] + offs_g[:, None], largest, active[None, :], PTX)
+            page = ahead
         limit = tl.where(mine, 0, limit)
         left = tl.max(limit, 0)

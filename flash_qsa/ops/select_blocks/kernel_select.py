@@ -20,7 +20,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-HIDDEN = tl.constexpr(-(2**31))
+from flash_qsa.ops.select_blocks.kernel_score import HIDDEN, scatter
+
 NAN_KEY = tl.constexpr(-1)
 """Every negative word but HIDDEN means NaN; raised to this, differences of keys fit int32."""
 OCTAVE = tl.constexpr(1 << 23)
@@ -71,26 +72,9 @@ def members(x, sure, tied, ties):
 
 
 @triton.jit
-def _scatter(pointers, values, wanted, PTX: tl.constexpr):
-    """Stores int32 values where `wanted` is not 0. PTX stores from the layout that values have;
-    a plain scattered store would first exchange them through shared memory."""
-    if PTX:
-        tl.inline_asm_elementwise(
-            "{ .reg .pred %p; setp.ne.s32 %p, $3, 0; @%p st.global.b32 [$1], $2; mov.u32 $0, 0; }",
-            "=r,l,r,r",
-            [pointers.to(tl.int64), values, wanted],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    else:
-        tl.store(pointers, values, mask=wanted > 0)
-
-
-@triton.jit
 def _write_chosen(out_row, chosen, ids, TOP_K: tl.constexpr, PTX: tl.constexpr):
     places = tl.cumsum(chosen, 0) - 1
-    _scatter(out_row + places, ids, tl.where(places < TOP_K, chosen, 0), PTX)
+    scatter(out_row + places, ids, tl.where(places < TOP_K, chosen, 0), PTX)
 
 
 @triton.jit
@@ -133,7 +117,7 @@ def _quads_of(
         keys, ids = _listed_keys(scores_row, list_row, start, listed, first, stored, GROUP, CHUNK)
         keep = (tl.max(tl.reshape(keys, (QUADS, 4)), 1) >= bound).to(tl.int32)
         quads = tl.min(tl.reshape(ids, (QUADS, 4)), 1) // 4
-        _scatter(quads_row + (total + tl.cumsum(keep, 0) - 1), quads, keep, PTX)
+        scatter(quads_row + (total + tl.cumsum(keep, 0) - 1), quads, keep, PTX)
         total += tl.sum(keep, 0)
     return total
 
@@ -162,7 +146,7 @@ def _select_listed(
         keys, ids = _listed_keys(scores_row, list_row, start, listed, first, stored, GROUP, CHUNK)
         keep = (keys >= bound).to(tl.int32)
         places = total + tl.cumsum(keep, 0) - 1
-        _scatter(kept_row + places, ids, tl.where(places < SURVIVORS, keep, 0), PTX)
+        scatter(kept_row + places, ids, tl.where(places < SURVIVORS, keep, 0), PTX)
         total += tl.sum(keep, 0)
     if total > SURVIVORS:
         high = bound
@@ -201,7 +185,7 @@ def _select_listed(
             keep = (keys >= sure).to(tl.int32)
             keep += tl.where((keys < sure) & (tl.cumsum(equal, 0) <= ties), equal, 0)
             places = total + tl.cumsum(keep, 0) - 1
-            _scatter(kept_row + places, ids, tl.where(places < SURVIVORS, keep, 0), PTX)
+            scatter(kept_row + places, ids, tl.where(places < SURVIVORS, keep, 0), PTX)
             total += tl.sum(keep, 0)
             ties -= tl.minimum(tl.sum(equal, 0), ties)
     return total
@@ -284,7 +268,7 @@ def select_kernel(
         else:
             sure, tied, ties = bound_of(maxima, low, end - begin, TOP_K, TOP_K + SLACK)
         chosen = members(maxima, sure, tied, ties)
-        _scatter(list_row + (tl.cumsum(chosen, 0) - 1), units, chosen, PTX)
+        scatter(list_row + (tl.cumsum(chosen, 0) - 1), units, chosen, PTX)
         listed = tl.sum(chosen, 0)
         bound = tl.where(ties > 0, tied, sure)
         tl.debug_barrier()

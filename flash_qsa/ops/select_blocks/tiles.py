@@ -141,7 +141,8 @@ def choose_score(
     fixed = rows_pad * heads_pad * block_d * itemsize
     stage = BLOCK_N * block_d * itemsize
     room = target.shared_memory - (4 << 10) - fixed
-    stages = max(1, min(3, room // stage))
+    # FP32 steps through channels inside a tile and is bound by arithmetic
+    stages = 1 if itemsize == 4 else max(1, min(3, room // stage))
     return ScoreTiles(tile_rows, rows_pad, heads_pad, dim_pad, block_d, splits, 4, stages)
 
 
