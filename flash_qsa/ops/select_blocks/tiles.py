@@ -192,17 +192,22 @@ def choose_select(
     survivors = power_of_two(top_k + slack)
     if survivors < top_k * 3 // 2:
         survivors *= 2
-    if width <= max(2048, survivors):
+    if width <= max(8192 if few else 2048, survivors):
         units = power_of_two(width)
         return SelectTiles(1, units, 0, 0, 0, _warps(units, few))
-    limit, group = max(4096, 8 * top_k), 4
+    # few rows wait for one program each: finer groups leave it less to look at
+    limit, group = max(MAX_UNITS if few else 4096, 8 * top_k), 16 if few else 4
     while group < max_group and -(-width // group) > limit:
         group = min(4 * group, max_group)
     units = max(16, power_of_two(-(-width // group)))
     warps = _warps(max(units, survivors), few)
-    return SelectTiles(group, units, slack, survivors, max(1, 512 * warps // group), warps)
+    chunk = max(1, 512 * warps // group)
+    if few:
+        # all listed groups at once, as far as registers hold their keys
+        chunk = min(power_of_two(top_k + slack), max(chunk, 2048 * warps // group))
+    return SelectTiles(group, units, slack, survivors, chunk, warps)
 
 
 def _warps(held: int, few: bool) -> int:
     """Warps for `held` elements in registers: few rows want latency, many want throughput."""
-    return min(16, max(4, held // (512 if few else 2048)))
+    return min(16, max(4, held // (1024 if few else 2048)))
