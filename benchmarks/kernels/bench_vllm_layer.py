@@ -44,6 +44,7 @@ CASES = (
     Case("decode 128 at 8K", 160, 8_192, decodes=128),
     Case("decode 32 at 32K, FP8", 784, 32_768, decodes=32, fp8=True),
     Case("prefill 8192 at 32K", 784, 32_768, chunks=(8192,)),
+    Case("prefill 8192 at 32K, rows alike", 784, 32_768, chunks=(8192,), alike=0.97),
     Case("mixed 16 decodes, 2 chunks of 1024 at 16K", 160, 16_384, decodes=16, chunks=(1024, 1024)),
 )
 

@@ -38,6 +38,8 @@ class Case:
     chunks: tuple[int, ...] = ()
     padded: int = 0
     fp8: bool = False
+    alike: float = 0.0
+    """Correlation of neighbouring rows' index projections; text has much, noise has none."""
 
     @property
     def query_lens(self) -> list[int]:
@@ -75,6 +77,8 @@ class Layer:
             rows, width + (shape.index_heads + 1) * shape.index_dim, device=DEVICE, dtype=DTYPE
         )
         self.qkv, self.index_qk = joint[:, :width], joint[:, width:]
+        if case.alike:
+            correlate(self.index_qk, case.alike)
         at = self.plan.positions.clamp(min=0)
         self.positions = torch.stack((at, at // 2, at // 3))
         angles = torch.rand(case.context, 32, device=DEVICE) * 6.28
@@ -189,6 +193,14 @@ class Peer:
             v_scale=scale, output_gate=prepared.gate,
         )  # fmt: skip
         return self.output
+
+
+def correlate(rows: torch.Tensor, alike: float) -> None:
+    """Makes each row resemble the one before (first-order autoregression), at the same spread."""
+    state = rows[0].float()
+    for row in rows[1:]:
+        state = alike * state + (1 - alike**2) ** 0.5 * row.float()
+        row.copy_(state)
 
 
 def fill(engine: PagedEngine) -> None:
