@@ -106,15 +106,19 @@ def _run_phase(
         keys.fill(step, space)
     for begin in range(phase.begin, phase.end, space.rows):
         end = min(begin + space.rows, phase.end)
+        dependent = False
         if dense is not None:
             step.score_dense(dense, select, begin, end, space, keys, target)
         else:
             part = replace(phase, begin=begin, end=end)
             score = tiles.choose_score(part, *shape, target, **tuning.get("decode", {}))
             score = replace(score, **tuning.get("score", {}))
-            step.score(score, select, begin, end, space, target)
+            # only a scorer that is resident as a whole lets the selection start before its end
+            grid = -(-(end - begin) // score.rows) * score.splits
+            dependent = step.pdl and grid <= tiles.DECODE_PROGRAMS * target.processors
+            step.score(score, select, begin, end, space, target, dependent)
         if "select" in parts:
-            step.select(select, begin, end, space, dependent=dense is None)
+            step.select(select, begin, end, space, dependent)
 
 
 class _GatheredKeys:
@@ -244,6 +248,7 @@ class _Step:
         end: int,
         space: _Workspace,
         target: Target,
+        dependent: bool,
     ) -> None:
         options = {"matrix_instr_nonkdim": 16} if target.backend == "hip" else {}
         query, cache, table = self.query, self.cache, self.page_table
@@ -285,7 +290,7 @@ class _Step:
             WIDEN=not target.has_bf16,
             HAS_FIRST=self.has_first,
             PTX=self.ptx,
-            PDL=self.pdl,
+            PDL=dependent,
             STAGES=score.num_stages,
             num_warps=score.num_warps,
             **options,
@@ -351,7 +356,6 @@ class _Step:
         scores = self.out if space is None else space.scores
         grouped = space is not None and select.group > 1
         widths = (0, 0, 0) if space is None else space.widths
-        pdl = self.pdl and dependent
         select_kernel[(end - begin,)](
             scores,
             space.maxima if grouped else scores,
@@ -374,8 +378,8 @@ class _Step:
             CHUNK=select.chunk,
             HAS_FIRST=self.has_first,
             PTX=self.ptx,
-            PDL=pdl,
+            PDL=dependent,
             num_warps=select.num_warps,
             num_stages=1,
-            **({"launch_pdl": True} if pdl else {}),
+            **({"launch_pdl": True} if dependent else {}),
         )

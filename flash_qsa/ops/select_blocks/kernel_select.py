@@ -288,7 +288,7 @@ def select_kernel(
             first,
             stored,
             4,
-            CHUNK * GROUP // 4,
+            min(SURVIVORS, CHUNK * GROUP // 4),
             TOP_K,
             SURVIVORS,
             PTX,

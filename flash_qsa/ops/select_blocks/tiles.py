@@ -204,7 +204,8 @@ def choose_select(
     chunk = max(1, 512 * warps // group)
     if few:
         # all listed groups at once, as far as registers hold their keys
-        chunk = min(power_of_two(top_k + slack), max(chunk, 2048 * warps // group))
+        warps = max(warps, 8)
+        chunk = min(power_of_two(top_k + slack), 2048 * warps // group)
     return SelectTiles(group, units, slack, survivors, chunk, warps)
 
 
