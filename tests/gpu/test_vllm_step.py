@@ -35,6 +35,7 @@ def test_a_captured_step_replays_over_later_steps(page, drafts):
     padding = {"padded_rows": drafts, "padded_requests": 1}
     batch = [0, 1], [drafts, drafts]
     static = copied(engine.step(*batch, [20 + drafts, 13 + drafts], **padding))
+    static = dataclasses.replace(static, max_seq_len=max(lengths))  # the bound of every replay
     inputs = layer.rows_of(*batch, [20 + drafts, 13 + drafts], drafts)
     rows = torch.empty(
         static.num_rows, selection.row_width(shape.top_k), dtype=torch.int32, device=DEVICE
