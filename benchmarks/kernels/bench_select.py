@@ -40,31 +40,36 @@ SCORE_ONLY = {"parts": ("score",)}
 def decode_variants(blocks: int) -> dict[str, dict]:
     """Tunings to compare in decode; "score" is the scorer alone."""
     found = {"default": {}, "score": SCORE_ONLY, "nopdl": {"pdl": False}}
-    for stages in (2, 4):
-        found[f"score-s{stages}"] = SCORE_ONLY | {"score": {"num_stages": stages}}
-    for programs in (2, 8):
-        found[f"score-p{programs}"] = SCORE_ONLY | {"decode": {"programs": programs}}
-    for group, warps in ((1, 4), (1, 8), (4, 4), (4, 8), (16, 4), (16, 8), (16, 16), (32, 8)):
+    found["score-s2"] = SCORE_ONLY | {"score": {"num_stages": 2}}
+    found["score-s4"] = SCORE_ONLY | {"score": {"num_stages": 4}}
+    found["score-p3"] = SCORE_ONLY | {"decode": {"programs": 3}}
+    for group, warps, chunk in (
+        (1, 4, 0), (1, 8, 0), (4, 8, 1024), (16, 4, 512), (16, 8, 256), (16, 8, 1024),
+        (16, 16, 512), (16, 16, 1024),
+    ):  # fmt: skip
         units = 1 << (-(-blocks // group) - 1).bit_length()
-        held = units // (32 * warps)
-        if 2 <= held <= (64 if warps == 4 else 32) and units >= 1024:
-            select = {"group": group, "units": units, "num_warps": warps}
-            select["chunk"] = 512 * warps // group
-            found[f"g{group}-w{warps}"] = {"select": select}
+        if units >= 1024 and 2 <= units // (32 * warps) <= (64 if warps == 4 else 32):
+            select = {"group": group, "units": units, "num_warps": warps, "chunk": chunk}
+            if group > 1:
+                select |= {"slack": 64, "survivors": 1024}
+            found[f"g{group}-w{warps}-c{chunk}"] = {"select": select}
     return found
 
 
 def prefill_variants(blocks: int) -> dict[str, tuple[dict, int]]:
     """Tunings and workspaces to compare in prefill; "score" is the scorer alone."""
     big = 512 << 20
-    found = {"default": ({}, big), "score": (SCORE_ONLY, big), "nopdl": ({"pdl": False}, big)}
-    for mebibytes in (32, 64, 128, 1024):
-        found[f"{mebibytes}M"] = ({}, mebibytes << 20)
-    for pairs in (4, 16, 32):
+    found = {"default": ({}, big), "score": (SCORE_ONLY, big), "1024M": ({}, 1 << 30)}
+    for pairs in (4, 16):
         found[f"score-p{pairs}"] = (SCORE_ONLY | {"dense": {"pairs": pairs}}, big)
-    found["score-s2"] = (SCORE_ONLY | {"dense": {"num_stages": 2}}, big)
-    for warps in (1, 2, 4, 8):
-        found[f"w{warps}"] = ({"select": {"num_warps": warps}}, big)
+    for warps, registers in ((1, 128), (2, 96), (2, 128), (4, 64), (4, 80), (8, 64)):
+        select = {"num_warps": warps}
+        if blocks > 2048:
+            select["chunk"] = (
+                512 * warps // (4 if blocks <= 16384 else 16 if blocks <= 65536 else 32)
+            )
+        tuning = {"select": select, "select_options": {"maxnreg": registers}}
+        found[f"w{warps}-r{registers}"] = (tuning, big)
     return found
 
 
@@ -415,8 +420,11 @@ def bench_prefill(peer, table: list[str]) -> None:
         out = case.out()
         found = {}
         for name, (tuning, workspace) in prefill_variants(case.blocks).items():
+            # captured, so that the host's launches are not what is measured
             call = partial(case.launch, out, tuning=tuning, workspace=workspace)
-            found[name] = _timed(partial(median, call))
+            found[name] = _timed(partial(graph_time, [call], 7))
+            if name == "default":
+                found["score eager"] = _timed(partial(median, call))
         theirs = float("nan")
         if peer is not None:
             start = torch.tensor([0, rows], device=DEVICE).int()

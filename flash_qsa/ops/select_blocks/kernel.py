@@ -62,6 +62,7 @@ def launch(
         query, cache, page_table, request_ids, visible_blocks, first_block, out, width, target
     )
     step.pdl &= tuning.get("pdl", True)
+    step.select_options = tuning.get("select_options", {})
     select = tiles.choose_select(rows, width, top_k, target)
     select = replace(select, **tuning.get("select", {}))
     if select.group == 0:
@@ -381,5 +382,6 @@ class _Step:
             PDL=dependent,
             num_warps=select.num_warps,
             num_stages=1,
+            **self.select_options,
             **({"launch_pdl": True} if dependent else {}),
         )
