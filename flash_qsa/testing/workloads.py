@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flash_qsa.testing.inputs import REAL, Shape
 
@@ -12,6 +12,7 @@ class Workload:
     """`batch` requests of `context` tokens, each bringing `rows` new rows.
 
     overlap is the AR(1) correlation of neighbouring rows' index queries: how alike they choose.
+    fp8_index: index keys and queries are e4m3.
     """
 
     name: str
@@ -20,6 +21,7 @@ class Workload:
     context: int
     overlap: float = 0.0
     shape: Shape = REAL
+    fp8_index: bool = False
 
     @property
     def total_rows(self) -> int:
@@ -57,6 +59,20 @@ PREFILL = tuple(
     for overlap in (0.99, 0.97, 0.0)
 )
 LONG_PREFILL = (_prefill(16384, 1 << 20, 0.97),)
+TP4_SHAPE = replace(REAL, heads=REAL.heads // 4, kv_heads=1)
+TP4 = tuple(
+    replace(workload, name=f"tp4-{workload.name}", shape=TP4_SHAPE)
+    for workload in (
+        *(_decode(batch, context) for batch in (8, 32) for context in (32768, 131072)),
+        *(_prefill(8192, context, 0.97) for context in (32768, 131072)),
+    )
+)
+"""One rank of four: a quarter of the query heads, one KV head, the whole indexer."""
+
+FP8_INDEX = tuple(
+    replace(workload, name=f"fp8index-{workload.name}", fp8_index=True)
+    for workload in (_decode(8, 131072), _decode(32, 131072), _prefill(8192, 131072, 0.97))
+)
 CPU = (
     _decode(1, 8192),
     _decode(1, 32768),
@@ -64,4 +80,7 @@ CPU = (
 )
 """What two CPU cores do in a minute."""
 
-WORKLOADS = {w.name: w for w in (*DECODE, *DRAFT_VERIFY, *PREFILL, *LONG_PREFILL, *CPU)}
+WORKLOADS = {
+    workload.name: workload
+    for workload in (*DECODE, *DRAFT_VERIFY, *PREFILL, *LONG_PREFILL, *TP4, *FP8_INDEX, *CPU)
+}

@@ -55,6 +55,17 @@ def test_every_line_has_every_field(fixed_rates):
     assert {(row["rows"], row["batch"], row["context"]) for row in rows} == {(6, 2, 101)}
 
 
+def test_an_fp8_index_is_gated_and_costs_half_the_key_bytes(fixed_rates):
+    workload = Workload("fp8", 1, 1, 400, 0.0, Shape(), fp8_index=True)
+    rows = measure(workload, ["select", "select+attend", "prepare"])
+    assert not any("fault" in row for row in rows)
+    problem = workload_problem(workload, torch.bfloat16, CPU)
+    half = workload_problem(Workload("bf16", 1, 1, 400, 0.0, Shape()), torch.bfloat16, CPU)
+    ids = torch.empty(1, 0)
+    keys = [cost("select", p, ids).moved - 4 * Shape().top_k for p in (problem, half)]
+    assert keys[0] * 2 == keys[1]
+
+
 def test_a_wrong_backend_is_not_timed(fixed_rates, monkeypatch):
     genuine = dispatch.implementation
 

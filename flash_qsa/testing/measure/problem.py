@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flash_qsa.ops.fp8 import to_storage
 from flash_qsa.testing.inputs import Problem, make_plan
 from flash_qsa.testing.workloads import Workload
 
@@ -37,17 +38,21 @@ def workload_problem(
         return torch.randn(*sizes, generator=generator, device=device, dtype=dtype)
 
     rows = workload.total_rows
+    index_dtype = torch.float8_e4m3fn if workload.fp8_index else dtype
     return Problem(
         shape,
         plan,
         draw(rows, shape.heads, shape.head_dim),
         draw(rows, shape.heads, shape.head_dim),
-        _drifting(
-            draw(workload.batch, workload.rows, shape.index_heads, shape.index_dim),
-            workload.overlap,
-        ).flatten(0, 1),
+        to_storage(
+            _drifting(
+                draw(workload.batch, workload.rows, shape.index_heads, shape.index_dim),
+                workload.overlap,
+            ).flatten(0, 1),
+            index_dtype,
+        ),
         draw(pages, shape.kv_heads, shape.page_size, 2 * shape.head_dim),
-        draw(pages, shape.page_size // shape.ratio, 1, shape.index_dim),
+        to_storage(draw(pages, shape.page_size // shape.ratio, 1, shape.index_dim), index_dtype),
     )
 
 
