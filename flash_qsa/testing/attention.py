@@ -66,7 +66,7 @@ class AttentionCase:
     def call(self, **options):
         """(out, lse) of the op, into an output full of 12345."""
         arguments = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        out = torch.full(self.query.shape, 12345.0, dtype=self.query.dtype).to(self.query.device)
+        out = torch.full_like(self.query, 12345.0, memory_format=torch.contiguous_format)
         return sparse_attention(**arguments, **{"out": out, "return_lse": True, **options})
 
     def rows(self, rows: list[int] | slice) -> AttentionCase:

@@ -10,10 +10,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 import torch
 
+from flash_qsa import dispatch
 from flash_qsa.ops.fp8 import to_storage
 from flash_qsa.ops.sparse_attention import kernel
 from flash_qsa.testing.attention import AttentionCase, far_and_near_pages
@@ -31,10 +33,14 @@ SCHEDULES = {
 
 @pytest.fixture(params=SCHEDULES)
 def schedule(request, monkeypatch):
-    launch, tuning = kernel.launch, SCHEDULES[request.param]
-    monkeypatch.setattr(
-        "flash_qsa.dispatch._load", lambda op, backend: lambda *args: launch(*args, tuning=tuning)
-    )
+    load, tuning = dispatch._load, SCHEDULES[request.param]
+
+    def load_tuned(op, backend):
+        if (op, backend) == ("sparse_attention", "triton"):
+            return functools.partial(kernel.launch, tuning=tuning)
+        return load(op, backend)
+
+    monkeypatch.setattr(dispatch, "_load", load_tuned)
     return request.param
 
 
@@ -51,6 +57,8 @@ def case_of(lengths, rows, shape=MIDDLE, **options) -> AttentionCase:
     ids=["decode", "draft", "prefill"],
 )
 def test_every_schedule_keeps_the_bound(schedule, dtype, lengths, rows):
+    if schedule == "union-fixed" and dtype is torch.float16:
+        pytest.skip("FP16 probabilities need the running maximum")
     case = case_of(lengths, rows, dtype=dtype, padding=3).poisoned()
     out, lse = case.check(backend="triton")
     again, lse_again = case.call(backend="triton")

@@ -7,6 +7,8 @@ rows, strided views, holes, pages that do not exist, reused selections and shift
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -23,12 +25,9 @@ DEFAULT = Tuning()
 
 def check(case: AttentionCase, tuning: Tuning = DEFAULT, **options):
     """Runs the kernels with `tuning` and checks the answer."""
-    launch = kernel.launch
+    tuned = functools.partial(kernel.launch, tuning=tuning)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "flash_qsa.dispatch._load",
-            lambda op, backend: lambda *args: launch(*args, tuning=tuning),
-        )
+        patch.setattr("flash_qsa.dispatch._load", lambda op, backend: tuned)
         return case.check(backend="triton", **options)
 
 

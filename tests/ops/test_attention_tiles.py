@@ -23,7 +23,8 @@ from flash_qsa.targets import TARGETS
 
 
 def rows_tiles(rows, *, dim=256, num_ids=512, ratio=4, kv=2, compute=2, target, fixed=False):
-    return choose_rows(rows, 2, dim, num_ids, ratio, kv, compute, target, fixed)
+    segment = Segment(0, rows, 1)
+    return choose_rows(segment, 2, dim, num_ids, ratio, 32768, kv, compute, target, fixed)
 
 
 @pytest.mark.bug("O-44")

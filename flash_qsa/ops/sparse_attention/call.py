@@ -9,6 +9,7 @@ import triton.language as tl
 
 from flash_qsa import dispatch
 from flash_qsa.checks import E4M3_DTYPES, Scale
+from flash_qsa.plan import BatchPlan
 from flash_qsa.targets import Target, device_target
 
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -36,6 +37,7 @@ class Call:
     scale_args: tuple
     compute: torch.dtype
     fp8_bytes: bool
+    context: int
     target: Target
 
     @property
@@ -85,6 +87,7 @@ class Call:
         v_scale: Scale | None,
         tail_start: torch.Tensor | None,
         token_base: torch.Tensor | None,
+        plan: BatchPlan | None,
         out: torch.Tensor,
         lse_out: torch.Tensor | None,
     ) -> Call:
@@ -117,6 +120,7 @@ class Call:
             tuple(1.0 if s is None else s for s in (k_scale, v_scale)),
             torch.float32 if narrow else query.dtype,
             fp8_bytes,
+            page_table.shape[1] * keys.shape[2] if plan is None else plan.max_seq_len,
             target,
         )
 

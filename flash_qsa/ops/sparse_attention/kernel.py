@@ -68,7 +68,7 @@ def launch(
     """Fills out and lse_out; arguments as in `reference.sparse_attention`."""
     call = Call.of(
         query, keys, values, block_ids, positions, page_table, request_ids, ratio, scale, gate,
-        k_scale, v_scale, tail_start, token_base, out, lse_out,
+        k_scale, v_scale, tail_start, token_base, plan, out, lse_out,
     )  # fmt: skip
     if plan is None:
         parts = choices.segments(query.shape[0], page_table.shape[0], -1, 0, 0)
@@ -147,11 +147,12 @@ def _hopper(call: Call) -> bool:
 def _choose_rows(call: Call, segment: Segment, deterministic: bool, tuning: Tuning) -> RowTiles:
     num_ids = call.block_ids.shape[1]
     rows = choices.choose_rows(
-        segment.end_row - segment.first_row,
+        segment,
         call.keys.shape[1],
         call.query.shape[2],
         num_ids,
         call.ratio,
+        call.context,
         call.keys.element_size(),
         call.compute.itemsize,
         call.target,

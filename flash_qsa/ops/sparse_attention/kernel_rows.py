@@ -184,11 +184,11 @@ def rows_kernel(
     HAS_LSE: tl.constexpr,
     K_SCALE: tl.constexpr,
     V_SCALE: tl.constexpr,
-    SKIP_SHARED: tl.constexpr,
+    SHARED_ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid [ceil(rows / ROWS), Hkv, SPLITS]. With SKIP_SHARED, rows of a tile whose shared_ptr
-    entry is not zero were attended by the row-union schedule already.
+    """Grid [ceil(rows / ROWS), Hkv, SPLITS]. With SHARED_ROWS, tiles of so many rows (a multiple of
+    ROWS) whose shared_ptr entry is not zero were attended by the row-union schedule already.
 
     lists: int32 or int64 scratch, list_size cells a program; twice that unless K and V share
     offsets (SAME). Offsets are in units of ALIGN elements, which divides every stride.
@@ -222,8 +222,9 @@ def rows_kernel(
 
     begin = first_row + tl.program_id(0) * ROWS
     end = tl.minimum(begin + ROWS, end_row)
-    if SKIP_SHARED:
-        end = tl.where(tl.load(shared_ptr + tl.program_id(0)) != 0, begin, end)
+    if SHARED_ROWS > 0:
+        tile = tl.program_id(0) * ROWS // SHARED_ROWS
+        end = tl.where(tl.load(shared_ptr + tile) != 0, begin, end)
     for row32 in range(begin, end):
         row = tl.cast(row32, tl.int64)
         position = tl.load(positions_ptr + row).to(tl.int32)

@@ -30,9 +30,11 @@ def launch_rows(
     segment: Segment,
     rows: RowTiles,
     rows_per_program: int,
-    shared: torch.Tensor | None,
+    shared: tuple[torch.Tensor, int] | None,
     partials: Partials | None,
 ) -> None:
+    """Attends a segment's rows. `shared` are the flags of a union's tiles and their rows: tiles
+    with a flag were attended already. A program's rows must belong to one tile."""
     heads, dim = call.query.shape[1:]
     kv_heads, page_size = call.keys.shape[1:3]
     acc, stats = partials or (call.query, call.query)
@@ -62,7 +64,7 @@ def launch_rows(
         call.or_dummy(call.token_base),
         call.or_dummy(call.gate),
         *call.scale_args,
-        call.or_dummy(shared),
+        call.query if shared is None else shared[0],
         lists,
         call.out,
         call.or_dummy(call.lse),
@@ -100,7 +102,7 @@ def launch_rows(
         HAS_GATE=call.gate is not None,
         HAS_LSE=call.lse is not None,
         **call.scales,
-        SKIP_SHARED=shared is not None,
+        SHARED_ROWS=0 if shared is None else shared[1],
         PDL=call.early_launch,
         num_warps=rows.num_warps,
         num_stages=rows.num_stages,

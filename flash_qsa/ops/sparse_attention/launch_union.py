@@ -86,7 +86,8 @@ def launch_union(call: Call, segment: Segment, union: UnionTiles, rows: RowTiles
         _attend_union(call, segment, union, cells, masks, counts, shared, partials)
     rows = choices.split_ids(replace(rows, splits=union.splits), num_ids, call.ratio)
     rows = replace(rows, splits=union.splits)
-    launch_rows(call, segment, rows, union.rows, shared, partials)
+    # Few rows a program, so that tiles left out spread over all processors.
+    launch_rows(call, segment, rows, 2 - union.rows % 2, (shared, union.rows), partials)
     launch_merge(call, segment, union.splits, partials)
 
 

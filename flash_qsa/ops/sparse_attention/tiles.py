@@ -14,7 +14,17 @@ SPLIT_TOKENS = 256
 """Tokens of a split in deterministic mode, whatever the batch."""
 
 MAX_SPLITS = 128
+MAX_SHARED = 1 << 30
 MARGIN = 2 << 10
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Rows that one schedule serves; rows_per_request is 0 where it is not uniform."""
+
+    first_row: int
+    end_row: int
+    rows_per_request: int
 
 
 @dataclass(frozen=True)
@@ -39,11 +49,12 @@ def cell_width(ratio: int, straddles: bool) -> int:
 
 
 def choose_rows(
-    rows: int,
+    segment: Segment,
     kv_heads: int,
     dim: int,
     num_ids: int,
     ratio: int,
+    context: int,
     kv_bytes: int,
     compute_bytes: int,
     target: Target,
@@ -52,36 +63,49 @@ def choose_rows(
     """Tiles of the per-row schedule.
 
     Args:
-        rows, kv_heads: one program each, times the splits. dim: D. num_ids: K. ratio: C.
+        kv_heads: a program each, times rows and splits. dim: D. num_ids: K. ratio: C.
+        context: no request is longer than this.
         kv_bytes, compute_bytes: element sizes of the cache and of the products' operands.
-        deterministic: split by num_ids alone, so that a row's bits never depend on the batch.
+        deterministic: decide by num_ids alone, so that a row's bits never depend on the batch.
     """
-    # Without matrix units (FP32; Turing, for which Triton has none) larger tiles spill registers.
-    block_n = 32 if compute_bytes <= 2 and target.has_bf16 else 16
-    num_stages = 3
+    tokens = num_ids * ratio
+    programs = max((segment.end_row - segment.first_row) * kv_heads, 1)
+    num_warps = 4
+    # Half of the stages hold keys and values: five load two steps ahead, three load one.
+    block_n, num_stages = 32, 5
+    if deterministic:
+        splits = -(-tokens // SPLIT_TOKENS)
+    elif programs <= 4:
+        # Latency is all: small steps, and a step or two a split.
+        block_n = 16
+        splits = min(target.processors // programs, -(-tokens // 32))
+    elif segment.rows_per_request > 1 and programs <= target.processors:
+        # A draft window's rows find each other's tokens in the cache: many small programs.
+        num_stages, num_warps = 3, 2
+        splits = min(4 * target.processors // programs, -(-tokens // 64))
+    else:
+        splits = min(target.processors // programs, -(-tokens // 64))
+        large = row_shared_bytes(dim, 64, 3, kv_bytes, compute_bytes, target)
+        if programs > 8 * target.processors and 2 * large <= target.shared_memory:
+            # Beyond that context keys come from memory, and more loads must be under way.
+            block_n, num_stages, num_warps = 64, 3, 2 if context <= 65536 else 4
+    # Without matrix units (FP32; Turing, for which Triton has none) large tiles spill registers.
+    if compute_bytes > 2 or not target.has_bf16:
+        block_n, num_warps = 16, 4
     sizes = (kv_bytes, compute_bytes, target)
-    while row_shared_bytes(dim, block_n, num_stages, *sizes) > target.shared_memory - MARGIN:
+    # Two programs of long loops should fit a processor, one program always must.
+    roomy = target.shared_memory // 2 if not deterministic and splits <= 1 else MAX_SHARED
+    while row_shared_bytes(dim, block_n, num_stages, *sizes) > min(
+        roomy, target.shared_memory - MARGIN
+    ):
         if num_stages > 1:
-            num_stages -= 1
+            num_stages -= 2
         elif block_n > 16:
             block_n //= 2
         else:
             break
-    tokens = num_ids * ratio
-    if deterministic:
-        splits = -(-tokens // SPLIT_TOKENS)
-    else:
-        # One wave of two programs a processor; two tiles a split, or one where rows are few.
-        programs = max(rows * kv_heads, 1)
-        tiles_per_split = 1 if programs <= 8 else 2
-        splits = (2 * target.processors) // programs
-        splits = min(splits, -(-tokens // (tiles_per_split * block_n)))
-        if programs > 8 * target.processors and block_n == 32:
-            # Long prefills: fewer, larger steps.
-            large = row_shared_bytes(dim, 64, 3, *sizes)
-            block_n = 64 if 2 * large <= target.shared_memory else block_n
     splits = max(1, min(splits, MAX_SPLITS, max(num_ids, 1)))
-    return split_ids(RowTiles(block_n, 4, num_stages, splits, num_ids), num_ids, ratio)
+    return split_ids(RowTiles(block_n, num_warps, num_stages, splits, num_ids), num_ids, ratio)
 
 
 def split_ids(tiles: RowTiles, num_ids: int, ratio: int) -> RowTiles:
@@ -102,7 +126,8 @@ def row_shared_bytes(
     tile = block_n * next_power(dim)
     rest = 16 * next_power(dim) * compute_bytes + 64 * block_n + 1024
     if target.backend == "hip" or target.capability < (8, 0):
-        return 4 * tile * compute_bytes + rest  # no asynchronous copies: one buffer
+        # No asynchronous copies: one buffer, a wider one where products leave the matrix units.
+        return (2 if target.backend == "hip" else 4) * tile * compute_bytes + rest
     # Cells are loaded ahead of what they point at, so half of the stages hold keys and values.
     buffers = 2 * max(1, (num_stages - 1) // 2) * tile * kv_bytes
     return buffers + (tile * compute_bytes if kv_bytes < compute_bytes else 0) + rest
@@ -131,15 +156,6 @@ class UnionTiles:
     build_programs: int
     build_warps: int
     half: int = 0
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Rows that one schedule serves; rows_per_request is 0 where it is not uniform."""
-
-    first_row: int
-    end_row: int
-    rows_per_request: int
 
 
 MAX_SHARE = 16
@@ -216,7 +232,7 @@ def choose_hopper(
     """Tiles of the Hopper row-union schedule for long prefills, or None.
 
     Its halves take as many rows as a 64-row wgmma tile holds, at most half of a 16-bit mask. A list
-    longer than 5.5 rows' own blocks costs more than the per-row schedule.
+    longer than 5.2 rows' own blocks costs more than the per-row schedule.
     """
     half = min(64 // group, MAX_SHARE // 2)
     rows = 2 * half
@@ -225,7 +241,7 @@ def choose_hopper(
         return None
     if segment.rows_per_request or tiles < target.processors:
         return None
-    capacity = min(rows * num_ids, num_ids * 11 // 2) + rows + 3 * 64
+    capacity = min(rows * num_ids, num_ids * 26 // 5) + rows + 3 * 64
     return UnionTiles(
         rows=rows,
         block_m=64,
