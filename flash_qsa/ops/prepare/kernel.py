@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from flash_qsa.dispatch import interpreting
 from flash_qsa.ops.compress_keys.ring_rows import position_offset, stores_positions
 from flash_qsa.ops.device import (
     Groups,
@@ -37,6 +38,7 @@ from flash_qsa.ops.prepare.kernel_heads import index_queries, keys_values, queri
 from flash_qsa.ops.prepare.tiles import Tiles, choose_tiles
 from flash_qsa.ops.rotary import RopeTable
 from flash_qsa.plan import BatchPlan
+from flash_qsa.targets import device_target
 
 
 class Plan(NamedTuple):
@@ -228,6 +230,7 @@ def launch(
         rope.neox_style,
         rope.mrope_section,
         rope.mrope_interleaved,
+        _rounds_pairs(qkv),
     )
     tiles = tiles or chosen
     axis_stride = positions.stride(2)
@@ -248,6 +251,13 @@ def launch(
     )
 
 
+def _rounds_pairs(x: torch.Tensor) -> bool:
+    """Whether the device, and not an interpreter, rounds two numbers to x's 16 bits at once."""
+    if x.element_size() != 2 or interpreting():
+        return False
+    return device_target(x.device).capability >= (8, 0)
+
+
 @functools.lru_cache(maxsize=64)
 def _constants(
     query_shape: torch.Size,
@@ -264,6 +274,7 @@ def _constants(
     neox: bool,
     section: tuple[int, int, int] | None,
     interleaved: bool,
+    packed: bool,
 ) -> tuple[Sizes, Rope, Groups, Tiles]:
     """What a layer's launches have in common, remembered: it costs the host more than a launch."""
     (heads, dim), (index_heads, index_dim) = query_shape, index_shape
@@ -290,7 +301,7 @@ def _constants(
     )
     return (
         sizes,
-        Rope(rotary_dim // 2, neox, axes, *(section or (0, 0, 0))),
+        Rope(rotary_dim // 2, neox, axes, *(section or (0, 0, 0)), packed),
         Groups(ratio, capacity, index_dim, index_block, position_at, has_positions),
         choose_tiles(heads, kv_heads, index_heads, block, index_block),
     )

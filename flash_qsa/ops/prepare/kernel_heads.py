@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flash_qsa.ops.device import norm_and_rotate, rotary_channels, to_cache
+from flash_qsa.ops.device import e4m3_from_fp32, norm_and_rotate, rotary_channels, to_cache
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def queries_gates(
         table, position, src_ptr, head, HEADS, 2 * DIM, weight_ptr, weights.eps, DIM, BLOCK, ROPE
     )
     tl.store(_at(gates, row, head) + d[None, :], gate, mask=mask)
-    tl.store(_at(queries, row, head) + d[None, :], query.to(gate.dtype), mask=mask)
+    tl.store(_at(queries, row, head) + d[None, :], query, mask=mask)
 
 
 @triton.jit
@@ -95,7 +95,6 @@ def keys_values(
     DIM: tl.constexpr = SIZES.dim
     BLOCK: tl.constexpr = SIZES.block
     HEADS: tl.constexpr = SIZES.kv_heads
-    dtype: tl.constexpr = qkv.ptr.dtype.element_ty
     slot = tl.load(plan.main_slots + row)
     inside = (slot >= 0) & (slot < main.count)
     head = first + tl.arange(0, TILE)
@@ -103,14 +102,15 @@ def keys_values(
     mask = (head < tl.where(inside, HEADS, 0))[:, None] & (d < DIM)[None, :]
     src_ptr = qkv.ptr + row * qkv.stride + 2 * SIZES.heads * DIM
     value_at = src_ptr + (HEADS * DIM + head * DIM)[:, None] + d[None, :]
-    value = tl.load(value_at, mask=mask, other=0.0).to(tl.float32)
+    value = tl.load(value_at, mask=mask, other=0.0)
     key = _rotated(
         table, position, src_ptr, head, HEADS, DIM, weights.key, weights.eps, DIM, BLOCK, ROPE
     )
-    K_SCALE: tl.constexpr = SIZES.k_scale
-    V_SCALE: tl.constexpr = SIZES.v_scale
-    key = to_cache(_unscaled(key, scales.k, K_SCALE), SIZES.main_is_fp8, dtype)
-    value = to_cache(_unscaled(value, scales.v, V_SCALE), SIZES.main_is_fp8, dtype)
+    if SIZES.main_is_fp8:
+        K_SCALE: tl.constexpr = SIZES.k_scale
+        V_SCALE: tl.constexpr = SIZES.v_scale
+        key = e4m3_from_fp32(_unscaled(key.to(tl.float32), scales.k, K_SCALE))
+        value = e4m3_from_fp32(_unscaled(value.to(tl.float32), scales.v, V_SCALE))
     cell = slot // SIZES.page * main.stride_page + slot % SIZES.page * main.stride_row
     at = main.ptr + cell + (head * main.stride_head)[:, None] + d[None, :]
     tl.store(at, key, mask=mask)
