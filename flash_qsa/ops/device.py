@@ -175,15 +175,17 @@ def rotary_values(table, position, known, HEADS: tl.constexpr, BLOCK: tl.constex
         else:
             on_w = frequency >= ROPE.section_t + ROPE.section_h
             on_h = (frequency >= ROPE.section_t) & (frequency < ROPE.section_t + ROPE.section_h)
-        # whole rows of every axis, then a choice in registers: loads masked by axis are narrow
-        at_h = table.ptr + pos_h * table.stride + (frequency[None, :] + each)
-        at_w = table.ptr + pos_w * table.stride + (frequency[None, :] + each)
-        cos_h = tl.load(at_h, mask=mask, other=0.0)
-        sin_h = tl.load(at_h + HALF, mask=mask, other=0.0)
-        cos_w = tl.load(at_w, mask=mask, other=0.0)
-        sin_w = tl.load(at_w + HALF, mask=mask, other=0.0)
-        cos = tl.where(on_h[None, :], cos_h, tl.where(on_w[None, :], cos_w, cos))
-        sin = tl.where(on_h[None, :], sin_h, tl.where(on_w[None, :], sin_w, sin))
+        # text stands at one position on all axes; elsewhere whole rows of each, then a choice in
+        # registers, because loads masked by axis are narrow
+        if (pos_h != pos_t) | (pos_w != pos_t):
+            at_h = table.ptr + pos_h * table.stride + (frequency[None, :] + each)
+            at_w = table.ptr + pos_w * table.stride + (frequency[None, :] + each)
+            cos_h = tl.load(at_h, mask=mask, other=0.0)
+            sin_h = tl.load(at_h + HALF, mask=mask, other=0.0)
+            cos_w = tl.load(at_w, mask=mask, other=0.0)
+            sin_w = tl.load(at_w + HALF, mask=mask, other=0.0)
+            cos = tl.where(on_h[None, :], cos_h, tl.where(on_w[None, :], cos_w, cos))
+            sin = tl.where(on_h[None, :], sin_h, tl.where(on_w[None, :], sin_w, sin))
     return cos.to(tl.float32), sin.to(tl.float32) * sign[None, :]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ from flash_qsa.ops.norm import rms_norm
 from flash_qsa.ops.prepare.api import Caches, Prepared
 from flash_qsa.ops.rotary import RopeTable, canonical_positions, rotate
 from flash_qsa.testing.compare import U_FP32, assert_within, unit_roundoff
-from flash_qsa.testing.steps import StepProblem
+from flash_qsa.testing.steps import StepProblem, plan_to
 
 
 @dataclass(frozen=True)
@@ -153,3 +154,25 @@ def between(view: torch.Tensor) -> torch.Tensor:
     whole = raw.as_strided((reach,), (1,), raw.storage_offset()).clone()
     whole.as_strided(raw.shape, raw.stride()).zero_()
     return whole
+
+
+def on_cpu(problem: StepProblem, out: Prepared, *caches: Caches) -> tuple:
+    """A problem and its results copied from a device, strides kept, for `assert_prepared`."""
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        raw = as_bytes(tensor)
+        reach = sum((n - 1) * s for n, s in zip(raw.shape, raw.stride())) + 1
+        whole = raw.as_strided((reach,), (1,), raw.storage_offset()).cpu()
+        return whole.as_strided(raw.shape, raw.stride()).view(tensor.dtype)
+
+    here = dataclasses.replace(
+        problem,
+        qkv=problem.qkv.cpu(),
+        index_qk=problem.index_qk.cpu(),
+        positions=problem.positions.cpu(),
+        rope=dataclasses.replace(problem.rope, cos_sin=problem.rope.cos_sin.cpu()),
+        norms=type(problem.norms)(*(w.cpu() for w in problem.norms[:4]), problem.norms.eps),
+        plan=plan_to(problem.plan, "cpu"),
+    )
+    results = Prepared(*(part.cpu() for part in out))
+    return here, results, *(Caches(*(moved(c) for c in one)) for one in caches)

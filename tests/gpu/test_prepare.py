@@ -24,32 +24,11 @@ from flash_qsa.ops.fp8 import as_bytes, from_storage, to_storage
 from flash_qsa.ops.prepare.api import Caches, Prepared
 from flash_qsa.plan import BatchPlan
 from flash_qsa.testing.inputs import REAL, Shape
-from flash_qsa.testing.prepared import assert_prepared, bits
-from flash_qsa.testing.steps import StepProblem, make_step, plan_to
+from flash_qsa.testing.prepared import assert_prepared, bits, on_cpu
+from flash_qsa.testing.steps import StepProblem, make_step
 
 MROPE = RopeConfig(rotary_dim=64, max_positions=4096, mrope_section=(11, 11, 10))
 MIXED = ([9, 7, 300, 4, 12, 2050], [1, 2, 170, 4, 12, 4])
-
-
-def on_cpu(problem: StepProblem, out: Prepared, *caches: Caches) -> tuple:
-    """The same problem and its results where the comparison is written."""
-
-    def moved(tensor: torch.Tensor) -> torch.Tensor:
-        copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-        as_bytes(copy).copy_(as_bytes(tensor))
-        return copy
-
-    here = dataclasses.replace(
-        problem,
-        qkv=problem.qkv.cpu(),
-        index_qk=problem.index_qk.cpu(),
-        positions=problem.positions.cpu(),
-        rope=dataclasses.replace(problem.rope, cos_sin=problem.rope.cos_sin.cpu()),
-        norms=type(problem.norms)(*(w.cpu() for w in problem.norms[:4]), problem.norms.eps),
-        plan=plan_to(problem.plan, "cpu"),
-    )
-    results = Prepared(*(part.cpu() for part in out))
-    return here, results, *(Caches(*(moved(c) for c in one)) for one in caches)
 
 
 @pytest.mark.parity("P10", "P13", "P16", "P29", "P30", "P49")
