@@ -76,6 +76,15 @@ class SideMetadataBuilder(AttentionMetadataBuilder[SideMetadata]):
             common, split, spec.tokens_per_state, spec.num_states, self.backend
         )
 
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> SideMetadata:
+        """The graph is replayed for longer requests than the ones it is captured with, so its
+        bound on their length is the model's."""
+        metadata = self.build(0, common_attn_metadata)
+        metadata.max_seq_len = self.vllm_config.model_config.max_model_len
+        return metadata
+
 
 class SideCacheBackend(AttentionBackend):
     """Describes caches that no attention call reads by itself."""

@@ -240,7 +240,9 @@ def batch_plan(
 ) -> BatchPlan:
     """The step in the words of the ops; all tensors are the metadata's own.
 
-    Host integers may count padded rows and may be upper bounds; they choose schedules alone.
+    Host integers may count padded rows and may be upper bounds; they choose schedules. A captured
+    graph keeps those of its capture, so there max_seq_len bounds every later replay: builders
+    give the model's maximum.
 
     Raises:
         RuntimeError, ValueError: see `require_agreement`.

@@ -24,6 +24,7 @@ from harness import (
     load,
     text_config,
 )
+from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from flash_qsa.integrations.vllm import selection
 from flash_qsa.integrations.vllm.backend import QSABackend, QSAImpl
@@ -321,3 +322,14 @@ def test_our_warm_up_takes_the_place_of_vllms(monkeypatch):
     assert torch.equal(side.memory.pool, before) and side.memory.ring.isnan().all()
     worker.get_model = lambda: torch.nn.ModuleList()
     assert warmup.warm_up(worker) == []
+
+
+@pytest.mark.parity("P38", "P40")
+def test_a_capture_is_bounded_by_the_model_and_not_by_its_own_requests():
+    side = Side(QSAAttention, engine_config(text_config()), SHAPE, 2, 48)
+    for name, ring in ((side.ring_name, True), (side.key_name, False)):
+        fields = side.memory.common([0, 1], [1, 1], [9, 17], ring=ring)
+        common = CommonAttentionMetadata(**vars(fields))
+        assert side.builders[name].build(0, common).max_seq_len == 17
+        captured = side.builders[name].build_for_cudagraph_capture(common)
+        assert captured.max_seq_len == side.config.model_config.max_model_len == 512
