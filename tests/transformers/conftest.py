@@ -9,34 +9,15 @@ transformers = pytest.importorskip("transformers", minversion="5.16")
 pytest.importorskip("transformers.models.qwen4_exp")
 
 import flash_qsa.hf  # noqa: E402, F401  (registers "qsa")
+from flash_qsa.testing.ties import lower_ids_first  # noqa: E402
 from flash_qsa.testing.tiny_models import tiny_text_model  # noqa: E402
 
 
-def _lower_ids_first(scores, k, dim=-1, largest=True, sorted=True):
-    values, indices = scores.sort(dim=dim, descending=largest, stable=True)
-    if scores.shape[dim] > k:
-        gap = values.select(dim, k - 1) - values.select(dim, k)
-        # Two implementations may differ by rounding; a test's input must not hang on that.
-        assert not ((gap > 0) & (gap < 1e-5)).any(), "two scores nearly tie: use another seed"
-    return torch.return_types.topk((values.narrow(dim, 0, k), indices.narrow(dim, 0, k)))
-
-
 @pytest.fixture(autouse=True)
-def lower_id_ties(monkeypatch):
-    """Among equal scores transformers' indexer takes whichever `Tensor.topk` returns.
-
-    Scores of exactly zero are ordinary behind a ReLU, so equality with transformers is only defined
-    with a rule for ties; this gives it ours, the lower block first. Nothing else in its model calls
-    the method form of topk, and none of our code runs inside the patch's reach: ranks are integers.
-    """
-    original = torch.Tensor.topk
-
-    def topk(self, *args, **kwargs):
-        if self.is_floating_point():
-            return _lower_ids_first(self, *args, **kwargs)
-        return original(self, *args, **kwargs)
-
-    monkeypatch.setattr(torch.Tensor, "topk", topk)
+def lower_id_ties():
+    """Equality with transformers is only defined with a rule for ties; this gives it ours."""
+    with lower_ids_first():
+        yield
 
 
 @pytest.fixture(scope="session")
