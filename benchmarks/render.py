@@ -121,11 +121,29 @@ def charts(rows: list[dict[str, Any]]) -> dict[str, str]:
     return out
 
 
+def verified(folder: Path) -> list[str]:
+    """A sentence for each `flash-qsa verify --json` report in a device's folder."""
+    out = []
+    for path in sorted(folder.glob("verify*.jsonl")):
+        about, *checks, summary = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        passed, longest = sum(c["ok"] for c in checks), max(c["length"] for c in checks)
+        ran = ", ".join(summary["backends that ran"])
+        out.append(
+            f"`flash-qsa verify` on {about['device']}, {about['dtype']}, heads {about['heads']}, "
+            f"torch {about['torch']}, Triton {about['triton']}: {passed} of {len(checks)} checks "
+            f"passed on backend {ran}, up to {longest:,} tokens "
+            f"([report](benchmarks/results/{folder.name}/{path.name}))."
+        )
+    return out
+
+
 def render(results: Path = RESULTS) -> str:
     """The results section: one table a device, or a sentence that there are none."""
     folders = [path for path in sorted(results.glob("*")) if path.is_dir()]
     out: list[str] = []
     for folder in folders:
+        for sentence in verified(folder):
+            out += ["", sentence]
         rows = newest_rows(folder)
         if not rows:
             continue

@@ -124,6 +124,19 @@ def test_charts_follow_the_context():
         assert label in drawn["cost.svg"]
 
 
+def test_verify_reports_are_summed_up(tmp_path):
+    report = [
+        {"device": "Some GPU", "dtype": "float16", "heads": "tp1", "torch": "2", "triton": "3"},
+        {"stage": "select", "length": 100, "ok": True},
+        {"stage": "attend", "length": 8_193, "ok": False},
+        {"failed": 1, "backends that ran": ["triton"], "seconds": 3.0},
+    ]
+    (tmp_path / "some-gpu").mkdir()
+    (tmp_path / "some-gpu" / "verify-1.jsonl").write_text("\n".join(map(json.dumps, report)))
+    text = script("benchmarks/render.py").render(tmp_path)
+    assert "1 of 2 checks passed on backend triton, up to 8,193 tokens" in text
+
+
 def test_rendering_keeps_the_newest_row_and_the_losses(tmp_path):
     folder = tmp_path / "some-gpu"
     folder.mkdir()
