@@ -236,7 +236,11 @@ def check_small() -> list[str]:
                 ("index query", out.index_query[:real], wide_out.index_query[:real], 1.0),
             ):
                 want = to_storage(float_values.cpu(), torch.uint8, scale)
-                assert torch.equal(stored.cpu() & 0x7F, want & 0x7F), f"{name}: bytes differ"
+                # each binary sums squares in its own order: now and then a code is the next one
+                apart = (stored.cpu().int() - want.int()).abs()[float_values.cpu().isfinite()]
+                limit, share = (0, 0.0) if name == "values" else (1, 0.01)
+                assert apart.max() <= limit, f"{name}: bytes differ by {apart.max()}"
+                assert (apart > 0).double().mean() <= share, f"{name}: many bytes differ"
         except AssertionError as fault:
             faults.append(f"{str(dtype)[6:]}{' fp8' if fp8 else ''}: {fault}")
     return faults

@@ -31,22 +31,38 @@ MROPE = RopeConfig(rotary_dim=64, max_positions=4096, mrope_section=(11, 11, 10)
 MIXED = ([9, 7, 300, 4, 12, 2050], [1, 2, 170, 4, 12, 4])
 
 
+def assert_rounded(
+    got: torch.Tensor, floats: torch.Tensor, scale: torch.Tensor | None = None, codes: int = 1
+) -> None:
+    """FP8 `got` holds `floats` of another binary, rounded: within `codes`, and seldom apart at all.
+
+    Each binary sums squares in its own order, so that now and then a float, and with it its code,
+    rounds the other way. Cells that nobody wrote are NaN.
+    """
+    floats = floats.cpu()
+    want = to_storage(floats, torch.uint8, scale)
+    apart = (as_bytes(got).cpu().int() - want.int()).abs()[floats.isfinite()]
+    assert apart.max() <= codes and (apart > 0).double().mean() < 0.01
+
+
 @pytest.mark.parity("P10", "P13", "P16", "P29", "P30", "P49")
 @pytest.mark.bug("O-36")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("form", ["1d", "3d", "canonical"])
-@pytest.mark.parametrize("shape", [REAL, Shape(6, 2, 48, 3, 32), Shape(8, 1, 64, 16, 128)])
+@pytest.mark.parametrize(
+    ("dtype", "form", "shape"),
+    [
+        (torch.bfloat16, "3d", REAL),
+        (torch.bfloat16, "1d", REAL),
+        (torch.float16, "canonical", Shape(8, 1, 64, 16, 128)),
+        (torch.float32, "3d", Shape(6, 2, 48, 3, 32)),
+    ],
+)
 def test_equals_float64_and_writes_only_the_named_cells(
     dtype: torch.dtype, form: str, shape: Shape
 ) -> None:
     rope = MROPE
     if shape.index_dim < 64:
-        rope = RopeConfig(
-            rotary_dim=16,
-            max_positions=4096,
-            mrope_section=(3, 3, 2),
-            mrope_interleaved=form == "3d",
-        )
+        sections = {"mrope_section": (3, 3, 2), "mrope_interleaved": False}
+        rope = RopeConfig(rotary_dim=16, max_positions=4096, **sections)
     problem = make_step(
         *MIXED,
         shape,
@@ -74,15 +90,13 @@ def test_fp8_caches_hold_the_rounded_float_caches(dtype: torch.dtype) -> None:
     caches = narrow.clone_caches()
     scales = {"k_scale": 0.3, "v_scale": torch.tensor([0.7], device="cuda")}
     out = narrow.run(caches, backend="triton", **scales)
-    want = to_storage(wide_out.index_query.cpu(), torch.uint8)
-    assert torch.equal(as_bytes(out.index_query).cpu(), want)
-    want = to_storage(wide_caches.compressed.cpu(), torch.uint8)
-    assert torch.equal(as_bytes(caches.compressed).cpu(), want)
+    assert_rounded(out.index_query, wide_out.index_query)
+    assert_rounded(caches.compressed, wide_caches.compressed)
+    keys, values = wide_caches.main.chunk(2, -1)
     dim = REAL.head_dim
-    for half, scale in ((slice(0, dim), 0.3), (slice(dim, None), 0.7)):
-        scale = torch.tensor(scale)  # an FP32 division on both sides
-        want = to_storage(wide_caches.main[..., half].cpu(), torch.uint8, scale)
-        assert torch.equal(as_bytes(caches.main[..., half]).cpu(), want)
+    # scales as tensors: FP32 divisions on both sides
+    assert_rounded(caches.main[..., :dim], keys, torch.tensor(0.3))
+    assert_rounded(caches.main[..., dim:], values, torch.tensor(0.7), codes=0)
 
 
 @pytest.mark.bug("O-18", "O-21", "O-42")
