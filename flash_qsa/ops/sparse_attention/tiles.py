@@ -92,6 +92,8 @@ def choose_rows(
     # Without matrix units (FP32; Turing, for which Triton has none) large tiles spill registers.
     if compute_bytes > 2 or not target.has_bf16:
         block_n, num_warps = 16, 4
+    if target.backend == "hip":
+        num_stages = 1  # its buffers grow faster with stages than its shared memory allows
     sizes = (kv_bytes, compute_bytes, target)
     # Two programs of long loops should fit a processor, one program always must.
     roomy = target.shared_memory // 2 if not deterministic and splits <= 1 else MAX_SHARED
