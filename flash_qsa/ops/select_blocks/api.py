@@ -63,8 +63,9 @@ def select_blocks(
         int32 [T, K] block ids, ascending, -1 behind the last.
 
     Raises:
-        ValueError: shapes, strides, devices or sizes that do not fit.
-        UnsupportedError: a dtype that is not listed.
+        ValueError: shapes, strides, devices or sizes that do not fit; a workspace that cannot hold
+            one row (about 5 bytes a block, twice; 3 MiB at 262,144 blocks always suffice).
+        UnsupportedError: a dtype that is not listed; rows of more than 1,048,576 blocks on a GPU.
     """
     axes = Axes()
     axes.shape("index_query", index_query, ("T", "Hi", "Di"))
