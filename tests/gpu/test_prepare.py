@@ -109,6 +109,7 @@ def test_a_graph_replays_with_other_lengths_pages_and_scales() -> None:
         make_step([2040 + s + r for r in range(live)], [1] * live, shape, seed=s, **options)
         for s, live in enumerate((8, 1, 3, 8, 5))
     ]
+    steps = [dataclasses.replace(step, norms=steps[0].norms) for step in steps]  # one layer
     pages = max(step.caches.main.shape[0] for step in steps)
     columns = max(step.plan.page_table.shape[1] for step in steps)
     held = _Held(steps[0], rows, requests, pages, columns)
