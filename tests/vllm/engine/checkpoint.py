@@ -39,7 +39,7 @@ OVERRIDES = {
         "mrope_interleaved": True,
     },
 }
-LENGTHS = (135, 62, 23, 5, 60)
+LENGTHS = (135, 67, 23, 5, 31)
 NEW_TOKENS = 5
 LEAD = 0.15
 TRIES = 200

@@ -1,8 +1,8 @@
-"""Generates with vLLM's engine: `serve.py FOLDER ANSWERS.json`, on checkpoint.py's requests.
+"""Generates with vLLM's engine: `serve.py FOLDER MEMORY ANSWERS.json`, on checkpoint.py's requests.
 
 FLASH_QSA_VLLM=0 in the environment leaves vLLM's own QSA in place. The engine is small on purpose:
-prompts are prefilled in chunks, four of five requests run at a time, memory is short enough for
-preemption, and a second pass finds its prompts in the prefix cache.
+prompts are prefilled in chunks and four of five requests run at a time. With "enough" memory a second
+pass finds prompts in the prefix cache; with "little", requests are preempted.
 """
 
 from __future__ import annotations
@@ -15,19 +15,23 @@ ENGINE = {
     "max_model_len": 192,
     "max_num_batched_tokens": 96,
     "max_num_seqs": 4,
-    "block_size": 32,
-    "num_gpu_blocks_override": 15,
     "enforce_eager": True,
     "enable_prefix_caching": True,
     "disable_log_stats": False,
 }
+MEMORY = {
+    "enough": {"num_gpu_blocks_override": 16},
+    "little": {"num_gpu_blocks_override": 15, "block_size": 32},  # pages of half the size
+}
 
 
-def main(folder: Path, answers_file: Path) -> None:
+def main(folder: Path, memory: str, answers_file: Path) -> None:
     from vllm import LLM, SamplingParams
 
     requests = json.loads((folder / "REQUESTS.json").read_text())
-    engine = LLM(model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", **ENGINE)
+    engine = LLM(
+        model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", **ENGINE, **MEMORY[memory]
+    )
     prompts = [{"prompt_token_ids": request["prompt"]} for request in requests]
     sampling = [
         SamplingParams(
@@ -48,4 +52,4 @@ def main(folder: Path, answers_file: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(*(Path(argument) for argument in sys.argv[1:]))
+    main(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
