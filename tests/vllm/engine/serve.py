@@ -1,8 +1,8 @@
 """Generates with vLLM's engine: `serve.py FOLDER MEMORY ANSWERS.json`, on checkpoint.py's requests.
 
 FLASH_QSA_VLLM=0 in the environment leaves vLLM's own QSA in place. The engine is small on purpose:
-prompts are prefilled in chunks and four of five requests run at a time. With "enough" memory a second
-pass finds prompts in the prefix cache; with "little", requests are preempted.
+prompts are prefilled in chunks and four of five requests run at a time. With "enough" memory a
+second pass finds prompts in the prefix cache; with "little", requests are preempted.
 """
 
 from __future__ import annotations

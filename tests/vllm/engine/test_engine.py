@@ -1,9 +1,9 @@
 """A small Qwen4-Exp checkpoint in vLLM's whole engine: API process, engine core and worker.
 
 Claims: with the plugin installed the worker's log says that our layer runs; five requests of
-different lengths, prefilled in chunks, batched with decodes and found again in the prefix cache, give
-the greedy tokens of the same engine without the plugin and of transformers; short of memory, with
-requests preempted, those of the engine without the plugin.
+different lengths, prefilled in chunks, batched with decodes and found again in the prefix cache,
+give the greedy tokens of the same engine without the plugin and of transformers; short of memory,
+with requests preempted, those of the engine without the plugin.
 """
 
 from __future__ import annotations
