@@ -103,9 +103,14 @@ def main() -> None:
         outputs[name] = calls[name]()
         hidden = args[0] if args else kwargs["hidden_states"]
     difference = (outputs["flash-qsa"] - outputs["stock"]).abs().amax(-1)[0]
-    differing = int((difference > 1e-5 * outputs["stock"].abs().max()).sum())
-    if differing > options.tokens // 100:  # rows whose scores tie at the cut may differ
-        raise SystemExit(f"outputs differ in {differing} of {options.tokens} rows: not timed")
+    wrong = difference > 1e-5 * outputs["stock"].abs().max()
+    # One block in 2^4 scores zero on all four heads, and zeros tie. They reach the cut only while
+    # nearly everything visible is selected: there, and nowhere else, stock may choose otherwise.
+    visible = (torch.arange(options.tokens) + 1) // 4
+    tied = (visible > 512) & (visible < 600)
+    differing = int(wrong.sum())
+    if (wrong & ~tied).any():
+        raise SystemExit(f"outputs differ in {int((wrong & ~tied).sum())} rows: not timed")
 
     projections = [m for m in module.modules() if isinstance(m, torch.nn.Linear)]
     inputs = [
