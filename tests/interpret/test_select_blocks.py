@@ -10,6 +10,8 @@ and ties are everywhere.
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -147,3 +149,23 @@ def test_the_public_function_reaches_the_kernel():
     arguments += (plan.visible_blocks, 4)
     got = ops.select_blocks(*arguments, plan=plan, backend="triton")
     assert torch.equal(got, ops.select_blocks(*arguments, backend="reference"))
+
+
+def test_a_uniform_long_chunk_may_be_planned_as_decodes():
+    """Its rows are too many for the decode schedule; the other one must have their keys."""
+    shape = Shape(4, 1, index_heads=4, index_dim=32, page_size=16, top_k=8)
+    problem = make_problem([420], [150], shape, dtype=torch.float16)
+    plan = dataclasses.replace(
+        problem.plan, num_decodes=1, num_decode_tokens=150, decode_query_len=150
+    )
+    args = (
+        problem.index_query,
+        problem.key_cache,
+        plan.page_table,
+        plan.request_ids,
+        plan.visible_blocks,
+        8,
+    )
+    want = ops.select_blocks(*args, backend="reference")
+    got = ops.select_blocks(*args, plan=plan, backend="triton")
+    assert torch.equal(got, want)

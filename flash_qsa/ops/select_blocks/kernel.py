@@ -86,7 +86,7 @@ def _run_phase(
     dense = tiles.choose_dense(phase, *shape, target)
     if dense is not None:
         dense = replace(dense, **(tuning.get("dense") or {}))
-        keys = _GatheredKeys(step, dense, product, plan)
+        keys = _GatheredKeys(step, phase, dense, product, plan)
         room = workspace if isinstance(workspace, int) else workspace.numel()
         if 2 * keys.size > room or tuning.get("dense", True) is None:
             dense = None
@@ -128,12 +128,15 @@ class _GatheredKeys:
     def __init__(
         self,
         step: _Step,
+        phase: tiles.Phase,
         dense: tiles.DenseTiles,
         product: torch.dtype,
         plan: BatchPlan | None,
     ) -> None:
         requests = step.page_table.shape[0]
-        self.begin = 0 if plan is None else min(plan.num_decodes, requests)
+        # Requests whose rows lie before this phase need no keys here. A phase from the first row
+        # on may be of decodes: their query length can be too long for the decode schedule.
+        self.begin = min(plan.num_decodes, requests) if phase.begin else 0
         self.count = requests - self.begin
         pair = 2 * tiles.BLOCK_N
         self.padded = -(-step.width // pair) * pair
