@@ -135,9 +135,13 @@ def _hopper(call: Call) -> bool:
         tensor.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in tensor.stride()[:-1])
         for tensor in (call.keys, call.values)
     )
+    # Offsets in such units must fit int32.
+    reach = call.keys.shape[0] * call.keys.stride(0) // choices.offset_unit(call.keys.stride())
     return (
         not dispatch.interpreting()
         and call.target.name == "sm_90"
+        and call.keys.stride() == call.values.stride()
+        and reach < 2**31
         and call.query.dtype == call.keys.dtype == torch.bfloat16
         and call.scale > 0
         and sixteen_byte_rows

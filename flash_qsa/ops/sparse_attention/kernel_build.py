@@ -1,7 +1,8 @@
 """Builds the row union: for every tile of consecutive rows, the blocks that any of them attends.
 
-A tile's list holds cells: a cell is one block, named by its first token's physical place (page · S
-+ offset), with one 16-bit mask a token that says which rows of the tile attend it. The rows' open
+A tile's list holds cells: a cell is one block, named by its first token's physical place (page ·
+unit_page + offset · unit_token), with one 16-bit mask a token that says which rows of the tile
+attend it. The rows' open
 groups come first, then the selected blocks, ascending. An open group may hold tokens that nobody
 attends and that were never written, so the first step must be loaded under its masks. The list is
 padded to whole steps (PAD cells) with a selected block and masks of zero, so the other steps can be
@@ -59,14 +60,18 @@ def _pad_cells(
 
 
 @triton.jit
-def _locate(page_row, place, last, wanted, num_columns, num_pages, PAGE: tl.constexpr):
-    """Physical cells of logical places, and 1 if any wanted one lacks a page up to `last`."""
+def _locate(table, place, last, wanted, PAGE: tl.constexpr):
+    """Physical cells of logical places, and 1 if any wanted one lacks a page up to `last`.
+
+    table: a request's row of the page table, its columns, the cache's pages, and the units.
+    """
+    page_row, num_columns, num_pages, unit_page, unit_token = table
     column = place // PAGE
     inside = wanted & (place >= 0) & (column < num_columns)
     page = tl.load(page_row + column, mask=inside, other=-1)
     found = (page >= 0) & (page < num_pages) & (last // PAGE == column)
     lost = tl.max(tl.where(wanted & (found == 0), 1, 0), 0)
-    return page * PAGE + place - column * PAGE, lost
+    return page * unit_page + (place - column * PAGE) * unit_token, lost
 
 
 @triton.jit
@@ -95,6 +100,8 @@ def build_kernel(
     num_tiles,
     num_words,
     capacity,
+    unit_page,
+    unit_token,
     RATIO: tl.constexpr,
     PAGE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -144,6 +151,7 @@ def build_kernel(
         limit = tl.minimum(limit, num_words * 32)
         words = tl.where(alone, (tl.max(limit, 0) + 31) // 32, 0)
         page_row = table_ptr + tl.maximum(owner, 0).to(tl.int64) * stride_table_r
+        table = (page_row, num_columns, num_pages, unit_page, unit_token)
         row_ids = ids_ptr + rows.to(tl.int64) * stride_ids_t
 
         tl.debug_barrier()
@@ -234,9 +242,7 @@ def build_kernel(
             listed = at < union
             entry = tl.load(packed + at, mask=listed, other=0, cache_modifier=".cg")
             place = (entry >> 16).to(tl.int32) * RATIO + base
-            cell, lost = _locate(
-                page_row, place, place + RATIO - 1, listed, num_columns, num_pages, PAGE
-            )
+            cell, lost = _locate(table, place, place + RATIO - 1, listed, PAGE)
             missing = tl.maximum(missing, lost)
             filler = tl.max(tl.where(listed, cell, 0), 0)
             slot = lead + at
@@ -261,9 +267,7 @@ def build_kernel(
 
         placed = leads & (offs_r < tl.where(fits, BLOCK_R, 0))
         newest = tl.max(tl.where(same, position[None, :], -1), 1)
-        cell, lost = _locate(
-            page_row, group * RATIO + base, newest + base, placed, num_columns, num_pages, PAGE
-        )
+        cell, lost = _locate(table, group * RATIO + base, newest + base, placed, PAGE)
         missing = tl.maximum(missing, lost)
         if HALF > 0:
             filler = tl.maximum(filler, tl.max(tl.where(placed, cell, 0), 0))

@@ -44,10 +44,7 @@ def _producer(
     cells_ptr,
     masks_ptr,
     steps,
-    stride_k_p,
-    stride_k_s,
-    stride_v_p,
-    stride_v_s,
+    stride_s,
     k_smem,
     v_smem,
     k_ready,
@@ -55,26 +52,27 @@ def _producer(
     k_free,
     v_free,
     RATIO: gl.constexpr,
-    PAGE: gl.constexpr,
+    UNIT: gl.constexpr,
+    VALUES_AT: gl.constexpr,
     DIM: gl.constexpr,
 ):
     LANES: gl.constexpr = min(DIM // 8, 32)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     offs_d = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
     offs_n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, layout))
+    # One base for all tokens of a thread; a token then adds its cell's offset, in one instruction.
+    base = ((offs_n % RATIO) * stride_s)[:, None] + offs_d[None, :]
     cells_at = cells_ptr + offs_n // RATIO
     upcoming = gl.load(cells_at)
     for step in range(steps):
         stage = step % STAGES
         phase = (step // STAGES) & 1
-        cells = upcoming
+        offset = (upcoming.to(gl.int64) * UNIT)[:, None]
         # The next step's cells arrive while this one's keys and values do.
-        upcoming = gl.load(cells_at + gl.minimum(step + 1, steps - 1) * (BLOCK_N // RATIO))
-        page = cells // PAGE
-        token = cells - page * PAGE + offs_n % RATIO
-        page = page.to(gl.int64)
-        k_from = k_ptr + (page * stride_k_p + token * stride_k_s)[:, None] + offs_d[None, :]
-        v_from = v_ptr + (page * stride_v_p + token * stride_v_s)[:, None] + offs_d[None, :]
+        cells_at += BLOCK_N // RATIO
+        upcoming = gl.load(cells_at)
+        k_from = k_ptr + base + offset
+        v_from = k_from + VALUES_AT if VALUES_AT > 0 else v_ptr + base + offset
         k_from = gl.max_contiguous(gl.multiple_of(k_from, [1, 16]), [1, DIM])
         v_from = gl.max_contiguous(gl.multiple_of(v_from, [1, 16]), [1, DIM])
         mbarrier.wait(k_free.index(stage), phase ^ 1)
@@ -85,14 +83,22 @@ def _producer(
             _gather_async(v_smem.index(stage), v_from)
         else:
             # Open groups come last and may hold tokens never written: zeros instead.
-            live = gl.load(masks_ptr + step * BLOCK_N + offs_n) != 0
+            live = gl.load(masks_ptr + offs_n) != 0
             live = live[:, None] & (offs_d < DIM)[None, :]
             _gather_async(k_smem.index(stage), k_from, mask=live)
             async_copy.mbarrier_arrive(k_ready.index(stage), increment_count=False)
             mbarrier.wait(v_free.index(stage), phase ^ 1)
             _gather_async(v_smem.index(stage), v_from, mask=live)
         async_copy.mbarrier_arrive(v_ready.index(stage), increment_count=False)
+        masks_ptr += BLOCK_N
     async_copy.wait_group(0)
+
+
+@gluon.jit
+def _lane_sums(weights):
+    """[64, 64] scores' layout → [64, 4]: what each thread holds of a row, added."""
+    parts = gl.reshape(weights, [BLOCK_M, BLOCK_N // 8, 4, 2])
+    return gl.sum(gl.sum(parts, 3), 1)
 
 
 @gluon.jit
@@ -128,6 +134,7 @@ def _consumer(
     WHICH: gl.constexpr,
     HALF: gl.constexpr,
     GROUP: gl.constexpr,
+    PAIRED: gl.constexpr,
     DIM: gl.constexpr,
     HAS_GATE: gl.constexpr,
     HAS_LSE: gl.constexpr,
@@ -147,24 +154,36 @@ def _consumer(
     q_smem.store(gl.load(q_ptr + q_at[:, None] + offs_d[None, :], mask=live[:, None], other=0.0))
     fence_async_shared()
 
+    # A thread's score columns come in pairs of neighbours. A whole block's tokens have one mask, so
+    # half of the masks do; only open groups, in the last two steps, tell tokens apart.
+    pairs: gl.constexpr = gl.DistributedLinearLayout(
+        [[4], [8], [16]], [[1], [2], [0], [0], [0]], [[0], [0]], [], [BLOCK_N // 2]
+    )
+    offs_p = gl.arange(0, BLOCK_N // 2, layout=pairs)
     offs_ms = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, s_layout))
     offs_n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, s_layout))
     bits = gl.where(offs_ms < HALF * GROUP, 1 << (WHICH * HALF + offs_ms // GROUP), 0)
+    # lifts a row's bit of a mask to the sign
+    lift = gl.where(offs_ms < HALF * GROUP, 31 - WHICH * HALF - offs_ms // GROUP, 0)
 
     acc = gl.zeros([BLOCK_M, DIM], gl.float32, o_layout)
     peak = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, s_layout))
-    total = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, s_layout))
+    # Sums stay apart by lane until the end: no shuffles in the loop.
+    lanes = _lane_sums(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, s_layout))
     alone = first_steps + second_steps
     paired = 2 * gl.minimum(first_steps, second_steps)
     longer = gl.where(first_steps > second_steps, 0, 1)
     seen = 0
+    upcoming = gl.load(masks_ptr + 2 * offs_p)
     for step in range(steps):
         stage = step % STAGES
         phase = (step // STAGES) & 1
         owner = gl.where(step < paired, step % 2, longer)
         mine = gl.where(step >= alone, 1, gl.where(owner == WHICH, 1, 0))
+        member = upcoming.to(gl.uint16, bitcast=True).to(gl.int32)
+        # a step ahead, like the producer's cells; behind the last step nobody uses them
+        upcoming = gl.load(masks_ptr + BLOCK_N + 2 * offs_p)
         if mine == 1:
-            member = gl.load(masks_ptr + step * BLOCK_N + offs_n).to(gl.int32)
             mbarrier.wait(k_ready.index(stage), phase)
             fence_async_shared()
             blank = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, s_layout)
@@ -176,9 +195,19 @@ def _consumer(
             if seen == 0:
                 peak = gl.max(scores, 1) * log2_scale
             seen = 1
+            if (step >= steps - 2) | (not PAIRED):
+                each = gl.load(masks_ptr + offs_n).to(gl.int32)
+                scores = gl.where((each[None, :] & bits[:, None]) != 0, scores, float("-inf"))
             weights = gl.exp2(scores * log2_scale - peak[:, None])
-            weights = gl.where((member[None, :] & bits[:, None]) != 0, weights, 0.0)
-            total += gl.sum(weights, 1)
+            if PAIRED:
+                # All ones where attended: predicates would not fit their registers.
+                both = gl.reshape(gl.join(member, member), [BLOCK_N])
+                both = gl.convert_layout(both, gl.SliceLayout(0, s_layout), assert_trivial=True)
+                attended = (both[None, :] << lift[:, None]) >> 31
+                weights = (weights.to(gl.int32, bitcast=True) & attended).to(
+                    gl.float32, bitcast=True
+                )
+            lanes += _lane_sums(weights)
             operand = gl.convert_layout(weights.to(DTYPE), p_layout)
             mbarrier.wait(v_ready.index(stage), phase)
             fence_async_shared()
@@ -191,7 +220,9 @@ def _consumer(
             mbarrier.wait(v_ready.index(stage), phase)
         _barrier()
         mbarrier.arrive(v_free.index(stage), count=1)
+        masks_ptr += BLOCK_N
 
+    total = gl.convert_layout(gl.sum(lanes, 1), gl.SliceLayout(1, s_layout))
     row_s = first_row + offs_ms // GROUP
     live_s = (offs_ms < HALF * GROUP) & (row_s < end_row)
     safe = (total > 1.0 / SAFE_SUM) & (total < SAFE_SUM)
@@ -203,22 +234,19 @@ def _consumer(
         lse_at = row_s.to(gl.int64) * stride_lse_t + (first_head + offs_ms % GROUP) * stride_lse_h
         gl.store(lse_ptr + lse_at, lse, mask=live_s)
 
-    offs_mo = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, o_layout))
-    offs_do = gl.arange(0, DIM, layout=gl.SliceLayout(0, o_layout))
-    row_o = (first_row + offs_mo // GROUP).to(gl.int64)
-    head_o = first_head + offs_mo % GROUP
-    live_o = (offs_mo < HALF * GROUP) & (row_o < end_row)
+    # The answer passes through the queries' memory into rows of 16-byte pieces.
     inverse = 1.0 / gl.convert_layout(total, gl.SliceLayout(1, o_layout))
-    result = (acc * inverse[:, None]).to(DTYPE)
+    q_smem.store((acc * inverse[:, None]).to(DTYPE))
+    _barrier()
+    result = q_smem.load(q_layout)
+    head = first_head + offs_m % GROUP
     if HAS_GATE:
-        gate_at = row_o * stride_gate_t + head_o * stride_gate_h
-        gate = gl.load(
-            gate_ptr + gate_at[:, None] + offs_do[None, :], mask=live_o[:, None], other=0.0
-        )
+        gate_at = row.to(gl.int64) * stride_gate_t + head * stride_gate_h
+        gate = gl.load(gate_ptr + gate_at[:, None] + offs_d[None, :], mask=live[:, None], other=0.0)
         opening = 1.0 / (1.0 + gl.exp2(-gate.to(gl.float32) * LOG2E))
         result = (result.to(gl.float32) * opening).to(DTYPE)
-    out_at = row_o * stride_out_t + head_o * stride_out_h
-    gl.store(out_ptr + out_at[:, None] + offs_do[None, :], result, mask=live_o[:, None])
+    out_at = row.to(gl.int64) * stride_out_t + head * stride_out_h
+    gl.store(out_ptr + out_at[:, None] + offs_d[None, :], result, mask=live[:, None])
 
 
 @gluon.jit
@@ -236,12 +264,9 @@ def union_sm90_kernel(
     lse_ptr,
     stride_q_t,
     stride_q_h,
-    stride_k_p,
     stride_k_h,
-    stride_k_s,
-    stride_v_p,
+    stride_s,
     stride_v_h,
-    stride_v_s,
     stride_gate_t,
     stride_gate_h,
     stride_out_t,
@@ -253,10 +278,12 @@ def union_sm90_kernel(
     capacity,
     scale,
     RATIO: gl.constexpr,
-    PAGE: gl.constexpr,
+    UNIT: gl.constexpr,
+    VALUES_AT: gl.constexpr,
     GROUP: gl.constexpr,
     DIM: gl.constexpr,
     HALF: gl.constexpr,
+    PRODUCER_REGS: gl.constexpr,
     HAS_GATE: gl.constexpr,
     HAS_LSE: gl.constexpr,
     num_warps: gl.constexpr,
@@ -301,7 +328,7 @@ def union_sm90_kernel(
                 stride_q_t, stride_q_h, stride_gate_t, stride_gate_h,
                 stride_out_t, stride_out_h, stride_lse_t, stride_lse_h, log2_scale,
                 q_first, k_smem, v_smem, k_ready, v_ready, k_free, v_free,
-                0, HALF, GROUP, DIM, HAS_GATE, HAS_LSE,
+                0, HALF, GROUP, RATIO % 2 == 0, DIM, HAS_GATE, HAS_LSE,
             )),
             (_consumer, (
                 q_ptr, gate_ptr, out_ptr, lse_ptr, masks, shared_ptr + tile,
@@ -309,15 +336,14 @@ def union_sm90_kernel(
                 stride_q_t, stride_q_h, stride_gate_t, stride_gate_h,
                 stride_out_t, stride_out_h, stride_lse_t, stride_lse_h, log2_scale,
                 q_second, k_smem, v_smem, k_ready, v_ready, k_free, v_free,
-                1, HALF, GROUP, DIM, HAS_GATE, HAS_LSE,
+                1, HALF, GROUP, RATIO % 2 == 0, DIM, HAS_GATE, HAS_LSE,
             )),
             (_producer, (
                 k_ptr + kv_head * stride_k_h, v_ptr + kv_head * stride_v_h, cells, masks, steps,
-                stride_k_p, stride_k_s, stride_v_p, stride_v_s,
-                k_smem, v_smem, k_ready, v_ready, k_free, v_free,
-                RATIO, PAGE, DIM,
+                stride_s, k_smem, v_smem, k_ready, v_ready, k_free, v_free,
+                RATIO, UNIT, VALUES_AT, DIM,
             )),
         ],
         [4, 4],
-        [200, 104],
+        [(504 - PRODUCER_REGS) // 2, PRODUCER_REGS],
     )  # fmt: skip

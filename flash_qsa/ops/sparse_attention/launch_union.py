@@ -36,8 +36,10 @@ def launch_union(call: Call, segment: Segment, union: UnionTiles, rows: RowTiles
 
     bitmap, prefix = buffer(2, union.build_programs, words).unbind(0)
     packed = buffer(union.build_programs, union.capacity, dtype=torch.int64)
-    cells = buffer(tiles, union.capacity)
-    masks = buffer(tiles, union.capacity, call.ratio, dtype=torch.int16)
+    # a step more than the lists hold, because the Hopper schedule reads a step ahead
+    listed = tiles * union.capacity + union.block_n
+    cells = buffer(listed)
+    masks = buffer(listed, call.ratio, dtype=torch.int16)
     counts, shared = buffer(2, tiles).unbind(0)
     sections = buffer(tiles, 2)
     build_kernel[(union.build_programs,)](
@@ -64,6 +66,7 @@ def launch_union(call: Call, segment: Segment, union: UnionTiles, rows: RowTiles
         tiles,
         words,
         union.capacity,
+        *_units(call, union),
         RATIO=call.ratio,
         PAGE=page_size,
         ROWS=union.rows,
@@ -91,6 +94,14 @@ def launch_union(call: Call, segment: Segment, union: UnionTiles, rows: RowTiles
     launch_merge(call, segment, union.splits, partials)
 
 
+def _units(call: Call, union: UnionTiles) -> tuple[int, int]:
+    """What a page and a token add to a cell: see `kernel_build`."""
+    if not union.half:
+        return call.keys.shape[2], 1
+    unit = choices.offset_unit(call.keys.stride())
+    return call.keys.stride(0) // unit, call.keys.stride(2) // unit
+
+
 def _launch_hopper(
     call: Call,
     segment: Segment,
@@ -104,6 +115,7 @@ def _launch_hopper(
     # Gluon is imported where it runs: older GPUs need only Triton.
     from flash_qsa.ops.sparse_attention.kernel_union_sm90 import union_sm90_kernel
 
+    apart = (call.values.data_ptr() - call.keys.data_ptr()) // call.keys.element_size()
     union_sm90_kernel[(counts.shape[0], call.keys.shape[1])](
         call.query,
         call.keys,
@@ -116,17 +128,22 @@ def _launch_hopper(
         call.or_dummy(call.gate),
         call.out,
         call.or_dummy(call.lse),
-        *call.strides(),
+        *call.query.stride()[:2],
+        call.keys.stride(1),
+        call.keys.stride(2),
+        call.values.stride(1),
         *call.output_strides(),
         segment.first_row,
         segment.end_row,
         union.capacity,
         call.scale,
         RATIO=call.ratio,
-        PAGE=call.keys.shape[2],
+        UNIT=choices.offset_unit(call.keys.stride()),
+        VALUES_AT=apart if 0 < apart <= 4096 else 0,
         GROUP=call.group,
         DIM=call.query.shape[2],
         HALF=union.half,
+        PRODUCER_REGS=union.producer_regs,
         HAS_GATE=call.gate is not None,
         HAS_LSE=call.lse is not None,
         num_warps=4,

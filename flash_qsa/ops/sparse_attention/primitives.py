@@ -9,28 +9,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flash_qsa.ops.device import e4m3_to_fp16
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-1.0e38)
 
 
 @triton.jit
-def decode_e4m3(code):
-    """FP32 values of e4m3 bytes by bit arithmetic, for devices without the type."""
-    bits = code.to(tl.int32)
-    magnitude = bits & 0x7F
-    normal = ((magnitude << 20) + (120 << 23)).to(tl.float32, bitcast=True)
-    subnormal = magnitude.to(tl.float32) * 0.001953125
-    value = tl.where(magnitude < 8, subnormal, normal)
-    value = tl.where(magnitude == 0x7F, float("nan"), value)
-    return tl.where(bits >= 0x80, -value, value)
-
-
-@triton.jit
 def as_compute(tile, COMPUTE: tl.constexpr, FP8_BYTES: tl.constexpr):
     """A cache tile in the dtype of the products; exact for FP8."""
     if FP8_BYTES:
-        return decode_e4m3(tile).to(COMPUTE)
+        return e4m3_to_fp16(tile).to(COMPUTE)
     else:
         return tile.to(COMPUTE)
 

@@ -145,6 +145,7 @@ class UnionTiles:
         capacity: blocks a list may hold; a tile that needs more goes to the per-row schedule.
         build_programs, build_warps: launch of the list builder.
         half: rows of each of the Hopper schedule's two consumers; 0 for the portable schedule.
+        producer_regs: registers of a thread of the Hopper schedule's producer.
     """
 
     rows: int
@@ -158,6 +159,7 @@ class UnionTiles:
     build_programs: int
     build_warps: int
     half: int = 0
+    producer_regs: int = 72
 
 
 MAX_SHARE = 16
@@ -228,13 +230,19 @@ def choose_union(
     )
 
 
+def offset_unit(strides: tuple[int, ...]) -> int:
+    """The power of two, up to 512 elements, in which offsets of pages and tokens are counted."""
+    step = strides[0] | strides[2] | 512
+    return step & -step
+
+
 def choose_hopper(
     segment: Segment, group: int, dim: int, num_ids: int, ratio: int, target: Target
 ) -> UnionTiles | None:
     """Tiles of the Hopper row-union schedule for long prefills, or None.
 
-    Its halves take as many rows as a 64-row wgmma tile holds, at most half of a 16-bit mask. A list
-    longer than 5.2 rows' own blocks costs more than the per-row schedule.
+    Its halves take as many rows as a 64-row wgmma tile holds, at most half of a 16-bit mask. Lists
+    have room for every row's own blocks: it is faster than the per-row schedule even there.
     """
     half = min(64 // group, MAX_SHARE // 2)
     rows = 2 * half
@@ -243,7 +251,7 @@ def choose_hopper(
         return None
     if segment.rows_per_request or tiles < target.processors:
         return None
-    capacity = min(rows * num_ids, num_ids * 26 // 5) + rows + 3 * 64
+    capacity = rows * num_ids + rows + 3 * 64
     return UnionTiles(
         rows=rows,
         block_m=64,
