@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 from flash_qsa import dispatch
+from flash_qsa.ops import nvrtc
 from flash_qsa.targets import Target, pretend
 
 
@@ -30,11 +31,13 @@ class Launch:
     def name(self) -> str:
         return self.kernel.__name__
 
-    def specialise(self, target: Target) -> Specialisation:
-        """What the JIT would compile for this launch on `target`.
+    def specialise(self, target: Target) -> Specialisation | nvrtc.Specialisation:
+        """What the JIT (NVRTC, for a kernel in CUDA C++) would compile for this launch on `target`.
 
-        Arguments fall in the JIT's own classes: constexpr, equal to 1, divisible by 16, other.
+        The JIT's arguments fall in its own classes: constexpr, equal to 1, divisible by 16, other.
         """
+        if isinstance(self.kernel, nvrtc.Kernel):
+            return self.kernel.specialise(target, self.kwargs)
         from triton.backends.compiler import GPUTarget
         from triton.compiler import make_backend
         from triton.runtime.jit import create_function_from_signature
@@ -86,7 +89,7 @@ class Specialisation:
 
 @contextlib.contextmanager
 def record(target: Target | str) -> Iterator[list[Launch]]:
-    """Collects every Triton launch that is attempted inside; none is performed.
+    """Collects every launch that is attempted inside; none is performed.
 
     `target` is what `targets.device_target` answers, and ops accept `backend="triton"` for tensors
     on any device. Kernels must have been imported without TRITON_INTERPRET.
@@ -108,6 +111,7 @@ def record(target: Target | str) -> Iterator[list[Launch]]:
 
     with (
         mock.patch.object(JITFunction, "run", run),
+        mock.patch.object(nvrtc.Kernel, "run", run),
         mock.patch.object(dispatch, "_triton_obstacle", lambda device: None),
         pretend(target),
     ):

@@ -1,12 +1,15 @@
 """Checks every select_blocks schedule on this GPU, then times it beside vLLM's kernels.
 
-    python benchmarks/kernels/bench_select.py [--peers DIR] [--skip-checks] [--only decode|prefill]
+    python benchmarks/kernels/bench_select.py [--peers DIR] [--skip-checks]
+                                              [--only decode|prefill|checks|selectors]
 
 Checks come first and print every failure: exact equality with the specification where scores are
 small integers (exact in FP32, full of ties), and the float64 rounding bound on random values.
 Times are microseconds: decode by graph replay over caches that do not fit L2 together, prefill as
 medians. DIR holds vLLM's operators (`vllm` importable from it, with a `bench_vllm` module that
-loads them). The last lines are the table.
+loads them). `--only selectors` takes the selection apart from the scorer, in Triton and in CUDA
+C++, after comparing their ids with each other and with the specification. The last lines are the
+table.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import torch
 from triton.testing import do_bench
 
 from flash_qsa.launches import record
-from flash_qsa.ops.select_blocks import kernel, reference
+from flash_qsa.ops.select_blocks import kernel, reference, tiles
 from flash_qsa.ops.select_blocks.tiles import Phase
 from flash_qsa.targets import TARGETS
 from flash_qsa.testing.compare import selection_faults, true_scores
@@ -40,6 +43,7 @@ SCORE_ONLY = {"parts": ("score",)}
 def decode_variants(blocks: int) -> dict[str, dict]:
     """Tunings to compare in decode; "score" is the scorer alone."""
     found = {"default": {}, "score": SCORE_ONLY, "nopdl": {"pdl": False}}
+    found["triton"] = {"selector": "triton"}
     found["score-s2"] = SCORE_ONLY | {"score": {"num_stages": 2}}
     found["score-s4"] = SCORE_ONLY | {"score": {"num_stages": 4}}
     found["score-p3"] = SCORE_ONLY | {"decode": {"programs": 3}}
@@ -52,7 +56,7 @@ def decode_variants(blocks: int) -> dict[str, dict]:
             select = {"group": group, "units": units, "num_warps": warps, "chunk": chunk}
             if group > 1:
                 select |= {"slack": 64, "survivors": 1024}
-            found[f"g{group}-w{warps}-c{chunk}"] = {"select": select}
+            found[f"g{group}-w{warps}-c{chunk}"] = {"selector": "triton", "select": select}
     return found
 
 
@@ -68,7 +72,8 @@ def prefill_variants(blocks: int) -> dict[str, tuple[dict, int]]:
             select["chunk"] = (
                 512 * warps // (4 if blocks <= 16384 else 16 if blocks <= 65536 else 32)
             )
-        tuning = {"select": select, "select_options": {"maxnreg": registers}}
+        tuning = {"selector": "triton", "select": select}
+        tuning |= {"select_options": {"maxnreg": registers}}
         found[f"w{warps}-r{registers}"] = (tuning, big)
     return found
 
@@ -137,6 +142,13 @@ class Case:
 def _values(shape: tuple[int, ...], kind: str, dtype: torch.dtype) -> torch.Tensor:
     if kind == "integers":
         return torch.randint(-1, 2, shape, device=DEVICE).to(dtype)
+    if kind == "smooth":
+        # neighbours score alike, as in text: many keys of a good group reach the bound
+        rows = shape[0] * shape[1] if len(shape) == 4 else shape[0]
+        base = torch.randn(-(-rows // 16), shape[-1], device=DEVICE).repeat_interleave(16, 0)
+        if len(shape) == 4:
+            noise = torch.randn(rows, shape[-1], device=DEVICE)
+            return (0.95 * base[:rows] + 0.31 * noise).view(shape).to(dtype)
     if kind == "sparse":
         return (torch.rand(shape, device=DEVICE) < 0.02).to(dtype)
     values = torch.randn(shape, device=DEVICE)
@@ -271,7 +283,8 @@ def full_sizes() -> None:
     for context in (8192, 32768, 131072):
         case = Case(1, 8192, context // RATIO)
         full_size(f"prefill {context}", case)
-        full_size(f"prefill {context} one warp", case, tuning={"select": {"num_warps": 1}})
+        one_warp = {"selector": "triton", "select": {"num_warps": 1}}
+        full_size(f"prefill {context} one warp", case, tuning=one_warp)
         case.lengths = torch.tensor([context], device=DEVICE).int()
         full_size(f"prefill {context} with lengths", case)
     case = Case(1, 8192, 8192, page_blocks=196, spread=827904)
@@ -306,9 +319,9 @@ def compile_all(options: argparse.Namespace) -> None:
     global dry, DEVICE, compiling
     begun = time.time()
     dry, DEVICE = [], "meta"
-    if not options.skip_checks:
+    if not options.skip_checks and options.only != "selectors":
         checks()
-    for kind, bench in (("prefill", bench_prefill), ("decode", bench_decode)):
+    for kind, bench in BENCHES.items():
         if options.only in (None, kind):
             bench(None, [])
     distinct = {launch.specialise(TARGETS["sm_90"]).key: launch for launch in dry}
@@ -440,6 +453,98 @@ def bench_prefill(peer, table: list[str]) -> None:
             print(table[-1], flush=True)
 
 
+def cuda_variants(few: bool, blocks: int) -> dict[str, dict]:
+    """Tunings of the selector in CUDA C++ beside its default."""
+    limit = tiles.MAX_GROUP if few else tiles.DENSE_MAX_GROUP
+    base = tiles.choose_cuda_select(1 if few else 8192, blocks, TOP_K, TARGETS["sm_90"], limit)
+    shapes = ((512, 1), (1024, 1)) if few else ((64, 12), (128, 8), (256, 4))
+    found = {}
+    for threads, count in shapes:
+        select = {"threads": threads, "blocks": count}
+        select["units"] = max(base.units, 4 * threads)
+        if select["units"] <= 32 * threads and select != {
+            name: getattr(base, name) for name in select
+        }:
+            found[f"t{threads}"] = select
+    return found
+
+
+def bench_selectors(peer, table: list[str]) -> None:
+    """The scorer alone, the selection alone and both, with each selector."""
+    del peer
+    for batch, rows, blocks, kind in (
+        (1, 1, 2048, "normal"), (1, 1, 8192, "normal"), (1, 1, 32768, "normal"),
+        (1, 1, 32768, "smooth"), (1, 1, 65536, "normal"), (1, 1, 262144, "normal"),
+        (32, 1, 32768, "normal"), (128, 1, 8192, "normal"), (4, 4, 65536, "normal"),
+        (1, 8192, 2048, "normal"), (1, 8192, 8192, "normal"), (1, 8192, 8192, "smooth"),
+        (1, 8192, 32768, "normal"), (1, 8192, 65536, "normal"),
+    ):  # fmt: skip
+        _compare_selectors(batch, rows, blocks, kind, table)
+    for kind in ("integers", "sparse", "alike"):
+        for batch, rows, blocks in (
+            (3, 1, 2047), (3, 1, 8000), (3, 1, 32768), (1, 300, 2048), (1, 300, 33333),
+        ):  # fmt: skip
+            _gate(f"{kind} {batch}x{rows} {blocks}", Case(batch, rows, blocks, kind=kind), kind)
+    if dry is None:
+        print("selectors:", failures or "no failures", flush=True)
+
+
+def _gate(name: str, case: Case, kind: str, tunings: tuple[dict, ...] = ({},), **options) -> None:
+    """Every tuning gives the Triton selector's ids; exact scores give the specification's."""
+    want = case.launch(case.out(), tuning={"selector": "triton"}, **options)
+    for tuning in tunings:
+        try:
+            got = case.launch(case.out(), tuning={"selector": "cuda"} | tuning, **options)
+        except Exception as error:
+            fail(name, f"{tuning}: {type(error).__name__} {error}")
+            continue
+        if dry is None and not torch.equal(got, want):
+            bad = (got != want).any(1).nonzero().flatten()
+            fail(name, f"{tuning}: {len(bad)} rows differ, first {bad[:4].tolist()}")
+    if dry is None and kind in ("integers", "sparse"):
+        check(name, case, exact=True, tuning={"selector": "cuda"})
+
+
+def _compare_selectors(batch: int, rows: int, blocks: int, kind: str, table: list[str]) -> None:
+    few = batch * rows <= 256
+    size = batch * blocks * DIM * 2
+    case = Case(
+        batch, rows, blocks, kind=kind, layers=max(2, (200 << 20) // size + 1) if few else 1
+    )
+    out = case.out()
+    bytes_needed = 512 << 20 if few else 5 * 8192 * blocks + (256 << 20)
+    space = torch.empty(bytes_needed, dtype=torch.uint8, device=DEVICE)
+    variants = cuda_variants(few, blocks) if kind == "normal" else {}
+    tunings = {"triton": {"selector": "triton"}, "cuda": {"selector": "cuda"}}
+    tunings |= {name: {"selector": "cuda", "select": select} for name, select in variants.items()}
+    _gate(f"{batch}x{rows} {blocks}", case, kind, tuple(tunings.values()), workspace=space)
+    found = {}
+
+    def timed(parts, tuning, caches):
+        tuning = tuning | {"parts": parts}
+        calls = [
+            partial(case.launch, out, cache=cache, tuning=tuning, workspace=space)
+            for cache in caches
+        ]
+        return _timed(partial(graph_time, calls, 11 if few else 5))
+
+    for name, tuning in tunings.items():
+        if name in ("triton", "cuda"):
+            found[f"all {name}"] = timed(("score", "select"), tuning, case.caches)
+            found[f"score {name}"] = timed(("score",), tuning, case.caches)
+        else:
+            case.launch(out, tuning=tuning, workspace=space)
+        alone = tuning | {"pdl": False}
+        found[name] = timed(("select",), alone, case.caches[:1] * (16 if few else 1))
+    cells = " ".join(f"{name} {value:.1f}" for name, value in found.items())
+    table.append(f"select {batch}x{rows} {blocks} {kind} | {cells}")
+    if dry is None:
+        print(table[-1], flush=True)
+
+
+BENCHES = {"prefill": bench_prefill, "decode": bench_decode, "selectors": bench_selectors}
+
+
 def median(call) -> float:
     if dry is not None:
         call()
@@ -458,10 +563,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--peers", default=None)
     parser.add_argument("--skip-checks", action="store_true")
-    parser.add_argument("--only", choices=("decode", "prefill", "checks"), default=None)
+    parser.add_argument("--only", choices=(*BENCHES, "checks"), default=None)
     options = parser.parse_args()
     compile_all(options)
-    if not options.skip_checks:
+    if not options.skip_checks and options.only != "selectors":
         checks()
     peer = None
     if options.peers:
@@ -473,7 +578,7 @@ def main() -> None:
         except Exception as error:
             print("no peer:", type(error).__name__, str(error)[:300])
     table: list[str] = []
-    for kind, bench in (("prefill", bench_prefill), ("decode", bench_decode)):
+    for kind, bench in BENCHES.items():
         if options.only in (None, kind):
             try:
                 bench(peer, table)

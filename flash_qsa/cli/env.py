@@ -12,7 +12,13 @@ from typing import Annotated, Any
 import typer
 
 PACKAGES = ("torch", "triton", "transformers", "vllm", "numpy", "safetensors")
-VARIABLES = ("FLASH_QSA_BACKEND", "FLASH_QSA_VLLM", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
+VARIABLES = (
+    "FLASH_QSA_BACKEND",
+    "FLASH_QSA_SELECTOR",
+    "FLASH_QSA_VLLM",
+    "TRITON_INTERPRET",
+    "CUDA_VISIBLE_DEVICES",
+)
 
 
 def env(
@@ -42,6 +48,8 @@ def env(
             + (f", {device['memory_gib']} GiB" if device["memory_gib"] else ""),
         )
         table.add_row("  backend", f"{device['backend']} ({device['reason']})")
+        if device["selector"]:
+            table.add_row("  selection", device["selector"])
     table.add_section()
     for name, state in facts["integrations"].items():
         table.add_row(name, state)
@@ -107,6 +115,7 @@ def device_facts(device: Any) -> dict[str, Any]:
         "memory_gib": None,
         "backend": backend,
         "reason": reason,
+        "selector": selector_state(device) if backend == "triton" else None,
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -114,6 +123,19 @@ def device_facts(device: Any) -> dict[str, Any]:
         facts["capability"] = f"{properties.major}.{properties.minor}"
         facts["memory_gib"] = round(properties.total_memory / 2**30, 1)
     return facts
+
+
+def selector_state(device: Any) -> str:
+    """Which kernel selects blocks on a device whose backend is Triton, and why."""
+    from flash_qsa.ops.select_blocks import selector
+    from flash_qsa.targets import device_target
+
+    try:
+        choice = selector.choose(device_target(device))
+    except ValueError as error:  # FLASH_QSA_SELECTOR orders what cannot run here: say so, go on
+        return f"none: {error}"
+    name = {"cuda": "CUDA C++ through NVRTC", "triton": "Triton"}[choice.selector]
+    return f"{name} ({choice.reason})"
 
 
 def _find(module: str) -> bool:

@@ -50,6 +50,27 @@ def test_an_impossible_backend_is_shown(monkeypatch, order):
     assert facts["variables"]["FLASH_QSA_BACKEND"] == order
 
 
+@pytest.mark.parametrize(
+    ("order", "obstacle", "says"),
+    [
+        ("auto", None, "CUDA C++ through NVRTC (NVRTC compiles it)"),
+        ("auto", "NVRTC is missing", "Triton (NVRTC is missing)"),
+        ("triton", None, "Triton (FLASH_QSA_SELECTOR says triton)"),
+        ("cuda", "NVRTC is missing", "none: FLASH_QSA_SELECTOR 'cuda': NVRTC is missing"),
+        ("fast", None, "none: FLASH_QSA_SELECTOR: expected one of"),
+    ],
+)
+def test_the_selector_and_its_reason_are_shown(monkeypatch, order, obstacle, says):
+    from flash_qsa.ops import nvrtc
+    from flash_qsa.targets import pretend
+
+    monkeypatch.setenv("FLASH_QSA_SELECTOR", order)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(nvrtc, "obstacle", lambda arch: obstacle)
+    with pretend("sm_90"):
+        assert env.selector_state(torch.device("cuda")).startswith(says)
+
+
 def test_missing_packages_are_said_to_be_missing(monkeypatch):
     monkeypatch.setattr(env, "package_version", lambda name: None)
     assert env.transformers_state() == "not installed"

@@ -1,7 +1,8 @@
 """select_blocks' kernels compile for every target, fit it, and use its matrix units.
 
 What is compiled is what an op call would launch there, with the JIT's own specialisation: decode
-and prefill scorers in every dtype, and every selection schedule (which sees no dtype).
+and prefill scorers in every dtype, and every schedule of the Triton selection (which sees no
+dtype).
 """
 
 from __future__ import annotations
@@ -104,8 +105,13 @@ def test_prefill_through_the_plain_scorer_compiles_and_fits(target, dtype):
     assert scorer.name == "score_kernel" and scorer.fits
 
 
+@pytest.fixture
+def triton_selects(monkeypatch):
+    monkeypatch.setenv("FLASH_QSA_SELECTOR", "triton")
+
+
 @pytest.mark.parametrize("target", TARGETS)
-def test_selections_compile_and_fit(target):
+def test_selections_compile_and_fit(target, triton_selects):
     launches = launches_of(
         target,
         call(4096, 1, 2048, torch.float32),
@@ -118,7 +124,7 @@ def test_selections_compile_and_fit(target):
 
 
 @pytest.mark.parametrize("target", ("sm_75", "sm_90", "gfx942"))
-def test_the_longest_rows_and_the_largest_k_compile_and_fit(target):
+def test_the_longest_rows_and_the_largest_k_compile_and_fit(target, triton_selects):
     launches = launches_of(target, call(4096, 1, 1 << 20, torch.float32, 4096))
     assert all(kernel.fits for kernel in compiled(target, launches, "select_kernel"))
 

@@ -13,6 +13,7 @@ import torch
 
 from flash_qsa import warmup
 from flash_qsa.config import QSAConfig, RopeConfig
+from flash_qsa.ops import nvrtc
 from flash_qsa.targets import TARGETS
 from flash_qsa.warmup import Serving, reachable, warm_up
 
@@ -51,6 +52,18 @@ def test_every_op_of_a_layer_is_reached(monkeypatch: pytest.MonkeyPatch) -> None
     )
     warm_up(CONFIG, SMALL, target="sm_90")
     assert set(compiled) == names
+
+
+@pytest.mark.parity("P48")
+@pytest.mark.parametrize("obstacle", (None, "NVRTC is missing"))
+def test_the_selector_that_will_run_is_reached(monkeypatch, obstacle) -> None:
+    monkeypatch.setattr(nvrtc, "obstacle", lambda arch: obstacle)
+    found = reachable(CONFIG, SMALL, TARGETS["sm_90"]).values()
+    searches = {launch.name for launch in found if launch.kwargs.get("GROUP", 0) > 0}
+    names = {launch.name for launch in found}
+    assert ("select_blocks_cuda" in names) == (obstacle is None)
+    assert "select_kernel" in names  # rows that see few blocks are written by it in any case
+    assert ("select_kernel" in searches) == (obstacle is not None)
 
 
 class _Counted:

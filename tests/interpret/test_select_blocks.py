@@ -169,3 +169,28 @@ def test_a_uniform_long_chunk_may_be_planned_as_decodes():
     want = ops.select_blocks(*args, backend="reference")
     got = ops.select_blocks(*args, plan=plan, backend="triton")
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("rows", ([30], [9, 21]), ids=("one request", "two"))
+@pytest.mark.parametrize("dense", (True, False), ids=("prefill", "plain"))
+def test_vectors_may_be_expanded_or_strided(rows, dense):
+    """One request's ids may be a single number expanded to all rows; numbers may lie apart."""
+    problem = whole_numbers(make_problem([403] * len(rows), rows, Shape(), dtype=torch.float16))
+    plan = problem.plan
+
+    def apart(tensor):
+        wide = torch.full((*tensor.shape, 3), -5, dtype=tensor.dtype)
+        wide[..., 1] = tensor
+        return wide[..., 1]
+
+    ids = plan.request_ids
+    expanded = ids[:1].expand_as(ids) if len(rows) == 1 else apart(ids)
+    views = {"request_ids": expanded}
+    for name in ("visible_blocks", "page_table", "seq_lens"):
+        views[name] = apart(getattr(plan, name))
+    assert not (expanded.is_contiguous() or views["visible_blocks"].is_contiguous())
+    problem = dataclasses.replace(problem, plan=dataclasses.replace(plan, **views))
+    first = apart(torch.arange(plan.num_rows, dtype=torch.int32) % 5)
+    tuning = {"select": GROUPED} if dense else {"select": GROUPED, "dense": None}
+    for plan_given in (True, False):
+        assert_equal(run(problem, 12, first=first, tuning=tuning, plan=plan_given))

@@ -76,3 +76,24 @@ def test_phases_cover_every_row_once():
             assert found[0].begin == 0 and found[-1].end == rows
             assert all(a.end == b.begin for a, b in zip(found, found[1:]))
             assert all(p.query_len >= 1 for p in found)
+
+
+@pytest.mark.parametrize("target", ("sm_80", "sm_86", "sm_90", "sm_120"))
+@pytest.mark.parametrize("top_k", (1, 64, 512, 1000, 2048, 4096))
+@pytest.mark.bug("O-44")
+def test_selection_blocks_in_cuda_hold_their_rows_and_fit(target, top_k):
+    for width in WIDTHS:
+        for rows in (1, 128, 8192):
+            for max_group in (tiles.MAX_GROUP, tiles.DENSE_MAX_GROUP):
+                if width > max_group * tiles.MAX_UNITS:
+                    continue
+                chosen = tiles.choose_cuda_select(rows, width, top_k, TARGETS[target], max_group)
+                if chosen is None:
+                    assert width <= top_k or top_k == 4096
+                    continue
+                assert chosen.group <= max_group and tiles.BLOCK_N % chosen.group == 0
+                assert chosen.units * chosen.group >= width
+                assert chosen.units % (4 * chosen.threads) == 0
+                assert chosen.units <= 32 * chosen.threads and 64 <= chosen.threads <= 1024
+                assert chosen.threads & (chosen.threads - 1) == 0
+                assert chosen.shared_bytes(top_k) + (2 << 10) <= TARGETS[target].shared_memory

@@ -1,9 +1,9 @@
 """select_blocks on the GPU: score a chunk of rows into the workspace, select from it, repeat.
 
 Two launches a chunk: `kernel_score` writes one ordered int32 per row and key and the largest of
-every group of keys, `kernel_select` picks exactly. A step whose rows see at most K blocks is one
-launch. Everything is decided from shapes and the plan's host integers; lengths are read on the
-device, so a captured graph serves other lengths.
+every group of keys, `kernel_select` or `select.cu` (see `selector.py`) picks exactly. A step whose
+rows see at most K blocks is one launch. Everything is decided from shapes and the plan's host
+integers; lengths are read on the device, so a captured graph serves other lengths.
 
 Bytes a row and key: Di · itemsize / rows-per-tile read, 4 written and read again. Mirrors
 `reference.py`: a row without candidates is -1.
@@ -19,7 +19,7 @@ import torch
 from flash_qsa.checks import UnsupportedError
 from flash_qsa.dispatch import interpreting
 from flash_qsa.ops.fp8 import is_fp8
-from flash_qsa.ops.select_blocks import tiles
+from flash_qsa.ops.select_blocks import selector, tiles
 from flash_qsa.ops.select_blocks.kernel_dense import dense_score_kernel, gather_kernel
 from flash_qsa.ops.select_blocks.kernel_score import score_kernel
 from flash_qsa.ops.select_blocks.kernel_select import select_kernel
@@ -49,6 +49,10 @@ def launch(
     target = device_target(out.device)
     query, cache = _storage(index_query, target), _storage(key_cache, target)
     page_blocks = cache.shape[1]
+    # Kernels read vectors one element after the other; a caller's may be expanded or strided views.
+    request_ids, visible_blocks = request_ids.contiguous(), visible_blocks.contiguous()
+    first_block = None if first_block is None else first_block.contiguous()
+    page_table = page_table if page_table.stride(1) == 1 else page_table.contiguous()
     width = max(page_table.shape[1] * page_blocks, 1)
     if plan is not None:
         width = min(width, max(plan.max_seq_len // plan.compress_ratio, 1))
@@ -63,10 +67,8 @@ def launch(
     )
     step.pdl &= tuning.get("pdl", True)
     step.select_options = tuning.get("select_options", {})
-    select = tiles.choose_select(rows, width, top_k, target)
-    select = replace(select, **tuning.get("select", {}))
-    if select.group == 0:
-        step.select(select, 0, rows, None)
+    if width <= top_k:
+        step.select(tiles.choose_select(rows, width, top_k, target), 0, rows, None)
         return
     for phase in tuning.get("phases") or tiles.phases(rows, page_table.shape[0], plan):
         _run_phase(step, phase, plan, workspace, target, tuning)
@@ -91,7 +93,8 @@ def _run_phase(
         if 2 * keys.size > room or tuning.get("dense", True) is None:
             dense = None
     max_group = tiles.MAX_GROUP if dense is None else tiles.DENSE_MAX_GROUP
-    select = tiles.choose_select(rows, step.width, step.top_k, target, max_group)
+    order = tuning.get("selector")
+    select = selector.choose_tiles(rows, step.width, step.top_k, target, max_group, order)
     select = replace(select, **tuning.get("select", {}))
     space = _Workspace(
         workspace,
@@ -103,14 +106,14 @@ def _run_phase(
         0 if dense is None else keys.size,
     )
     parts = tuning.get("parts", ("score", "select"))
-    if dense is not None:
+    if dense is not None and "score" in parts:
         keys.fill(step, space)
     for begin in range(phase.begin, phase.end, space.rows):
         end = min(begin + space.rows, phase.end)
         dependent = False
-        if dense is not None:
+        if "score" in parts and dense is not None:
             step.score_dense(dense, select, begin, end, space, keys, target)
-        else:
+        elif "score" in parts:
             part = replace(phase, begin=begin, end=end)
             score = tiles.choose_score(part, *shape, target, **tuning.get("decode", {}))
             score = replace(score, **tuning.get("score", {}))
@@ -144,7 +147,7 @@ class _GatheredKeys:
         self.dim_pad = dense.dim_pad
         self.dtype = product
         self.size = self.count * self.stride * product.itemsize
-        self.lengths = None if plan is None else plan.seq_lens
+        self.lengths = None if plan is None else plan.seq_lens.contiguous()
         self.ratio = 1 if plan is None else plan.compress_ratio
 
     def fill(self, step: _Step, space: _Workspace) -> None:
@@ -194,7 +197,7 @@ class _Workspace:
         self,
         given: int | torch.Tensor,
         width: int,
-        select: tiles.SelectTiles,
+        select: tiles.SelectTiles | tiles.CudaSelectTiles,
         rows: int,
         top_k: int,
         device: torch.device,
@@ -247,7 +250,7 @@ class _Step:
     def score(
         self,
         score: tiles.ScoreTiles,
-        select: tiles.SelectTiles,
+        select: tiles.SelectTiles | tiles.CudaSelectTiles,
         begin: int,
         end: int,
         space: _Workspace,
@@ -303,7 +306,7 @@ class _Step:
     def score_dense(
         self,
         dense: tiles.DenseTiles,
-        select: tiles.SelectTiles,
+        select: tiles.SelectTiles | tiles.CudaSelectTiles,
         begin: int,
         end: int,
         space: _Workspace,
@@ -351,12 +354,15 @@ class _Step:
 
     def select(
         self,
-        select: tiles.SelectTiles,
+        select: tiles.SelectTiles | tiles.CudaSelectTiles,
         begin: int,
         end: int,
         space: _Workspace | None,
         dependent: bool = False,
     ) -> None:
+        if isinstance(select, tiles.CudaSelectTiles):
+            self.select_cuda(select, begin, end, space, dependent)
+            return
         scores = self.out if space is None else space.scores
         grouped = space is not None and select.group > 1
         widths = (0, 0, 0) if space is None else space.widths
@@ -388,3 +394,24 @@ class _Step:
             **self.select_options,
             **({"launch_pdl": True} if dependent else {}),
         )
+
+    def select_cuda(
+        self,
+        select: tiles.CudaSelectTiles,
+        begin: int,
+        end: int,
+        space: _Workspace,
+        dependent: bool,
+    ) -> None:
+        tensors = (
+            space.scores,
+            space.maxima,
+            self.request_ids,
+            self.visible,
+            self.first,
+            self.out,
+        )
+        numbers = (*space.widths[:2], self.out.stride(0), begin)
+        limits = (self.width, self.page_table.shape[0])
+        arguments = (*(tensor.data_ptr() for tensor in tensors), *numbers, *limits)
+        selector.launch_cuda(select, self.top_k, end - begin, dependent, self.has_first, arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -77,6 +78,36 @@ class SelectTiles:
             return 0
         groups = top_k + self.slack
         return self.survivors + groups + (groups * self.group // 4 if self.group > 4 else 0)
+
+
+@dataclass(frozen=True)
+class CudaSelectTiles:
+    """One block of `threads` threads selects one row in CUDA C++; see select.cu.
+
+    group, units, slack: as in SelectTiles. capacity: candidates that are held, exceeded only at a
+    cost of time. blocks: of a multiprocessor, as far as registers go.
+    """
+
+    group: int
+    units: int
+    slack: int
+    capacity: int
+    threads: int
+    blocks: int
+
+    def scratch(self, top_k: int) -> int:
+        """Its lists are in shared memory."""
+        return 0
+
+    def shared_bytes(self, top_k: int) -> int:
+        """Bytes of its `Shared`."""
+        words = 4 * self.threads + 64 + 3 * (self.threads // 32) + 8
+        if self.group > 1:
+            listed = top_k + self.slack
+            words += listed + 2 * self.capacity + 2 * (-(-listed * self.group // 32))
+        else:
+            words += 1 + 2 + 2
+        return -(-words // 4) * 16
 
 
 def power_of_two(value: int) -> int:
@@ -212,3 +243,43 @@ def choose_select(
 def _warps(held: int, few: bool) -> int:
     """Warps for `held` elements in registers: few rows want latency, many want throughput."""
     return min(16, max(4, held // (1024 if few else 2048)))
+
+
+@functools.lru_cache(1024)
+def choose_cuda_select(
+    rows: int, width: int, top_k: int, target: Target, max_group: int = MAX_GROUP
+) -> CudaSelectTiles | None:
+    """Tiles of the selection in CUDA C++; None for a K that it does not hold, or no search."""
+    few = rows <= 2 * target.processors
+    slack = max(64, top_k // 8)
+    if width <= top_k or top_k + slack >= 8192:
+        return None
+    group = 1
+    # where most groups of four would be listed there is no use in groups
+    if width > max(8192 if few else 2048, min(6 * (top_k + slack), MAX_UNITS)):
+        # a maximum costs about two keys: finding the bound takes longer than keeping to it
+        group = min(
+            (group for group in (4, 16, 32, 64) if group <= max_group),
+            key=lambda group: (-(-width // group) > MAX_UNITS, 2 * width // group + top_k * group),
+        )
+    if (top_k + slack) * group >= 1 << 18:
+        return None
+    units = power_of_two(-(-width // group))
+    # few rows want latency, many want throughput; a thread holds 4 to 32 units in registers
+    if few:
+        threads = 1024 if 2048 < units <= 8192 else 512
+    else:
+        threads = min(512, max(128, units // 16))
+    units = max(4 * threads, units)
+    blocks = 1
+    if not few and units <= 16 * threads:
+        # compilers for Blackwell take more registers
+        blocks = max(1, (1024 if target.capability < (10, 0) else 640) // threads)
+    capacity = max(256, (4 if few else 2) * power_of_two(top_k)) if group > 1 else 0
+    while True:
+        chosen = CudaSelectTiles(group, units, slack, capacity, threads, blocks)
+        if chosen.shared_bytes(top_k) <= target.shared_memory - (2 << 10):
+            return chosen
+        if capacity <= 256:
+            return None
+        capacity //= 2
