@@ -20,6 +20,9 @@ FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 E4M3_DTYPES = (torch.float8_e4m3fn, torch.uint8)
 """FP8 storage: typed, or as raw e4m3 bytes where the type is missing (capability below 8.9)."""
 
+INT32 = (torch.int32,)
+INDEX_DTYPES = (torch.int32, torch.int64)
+
 Scale = float | torch.Tensor
 """A per-tensor FP8 scale: a float, or a one-element FP32 tensor that is read on the device."""
 
@@ -29,11 +32,12 @@ class Axes:
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[int, str]] = {}
+        self._met: dict[tuple[str | int, ...], torch.Size] = {}
 
     def __getitem__(self, name: str) -> int:
         return self._seen[name][0]
 
-    def shape(self, argument: str, tensor: torch.Tensor, spec: Sequence[str | int]) -> None:
+    def shape(self, argument: str, tensor: torch.Tensor, spec: tuple[str | int, ...]) -> None:
         """Requires `tensor` to have the axes of `spec`: a name, or a fixed size.
 
         Raises:
@@ -43,6 +47,8 @@ class Axes:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{argument}: expected a tensor, got {type(tensor).__name__}")
         sizes, seen = tensor.shape, self._seen
+        if self._met.get(spec) == sizes:  # as an earlier argument of the same axes
+            return
         if len(sizes) != len(spec):
             raise ValueError(f"{argument}: expected shape {_shown(spec)}, got {list(sizes)}")
         for axis, size in zip(spec, sizes):
@@ -58,6 +64,7 @@ class Axes:
                     f"{argument}: expected shape {_shown(spec)} with {axis} = {bound} "
                     f"(from {by}), got {list(sizes)}"
                 )
+        self._met[spec] = sizes
 
 
 def _shown(spec: Sequence[str | int]) -> str:
@@ -78,6 +85,13 @@ def expect_device(argument: str, tensor: torch.Tensor, device: torch.device) -> 
         raise ValueError(f"{argument}: expected device {device}, got {tensor.device}")
 
 
+def expect_placed(argument: str, tensor: torch.Tensor, device: torch.device) -> None:
+    """Requires `tensor` on `device` with unit stride along the last axis."""
+    if tensor.device != device or tensor.stride(-1) != 1:
+        expect_device(argument, tensor, device)
+        expect_contiguous_last(argument, tensor)
+
+
 def expect_contiguous_last(argument: str, tensor: torch.Tensor) -> None:
     """Requires unit stride along the last axis; every other stride is free."""
     if tensor.stride(-1) != 1 and tensor.numel() and tensor.shape[-1] > 1:
@@ -93,14 +107,13 @@ def expect_positive(argument: str, value: int) -> None:
 
 
 def expect_out(
-    out: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
     """Requires a caller's output buffer to match what would have been allocated."""
-    if tuple(out.shape) != tuple(shape):
+    if out.shape != shape:
         raise ValueError(f"out: expected shape {list(shape)}, got {list(out.shape)}")
     expect_dtype("out", out, (dtype,))
-    expect_device("out", out, device)
-    expect_contiguous_last("out", out)
+    expect_placed("out", out, device)
 
 
 def expect_scale(

@@ -29,8 +29,8 @@ FLOOR_BYTES_PER_US = 4.27e6
 
 PREFILL = {
     "default": Tuning(),
-    "build w4": Tuning(hopper={"build_warps": 4}),
-    "plain": Tuning(hopper=False, union={"fixed": True}),
+    "3 splits": Tuning(hopper={"splits": 3}),
+    "portable": Tuning(hopper=False),
     "rows": Tuning(share=False),
 }
 DECODE = {
@@ -45,9 +45,8 @@ DECODE = {
 }
 VERIFY = {
     "default": Tuning(),
+    "portable": Tuning(hopper=False),
     "rows": Tuning(share=False),
-    "rows n32 w2": Tuning(share=False, rows={"num_warps": 2}),
-    "rows x2 n32 w2": Tuning(share=False, split_factor=2.0, rows={"num_warps": 2}),
 }
 
 
@@ -339,6 +338,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--peers", help="folder of the vLLM bundle")
     parser.add_argument("--only", default="check,decode,prefill,verify")
+    parser.add_argument("--check-too", default="", help="families to check without timing them")
     parser.add_argument("--deep", action="store_true", help="prefill at 256K too")
     options = parser.parse_args()
     only = options.only.split(",")
@@ -358,7 +358,8 @@ def main() -> None:
         "prefill": [(1, 304, 20477, 0.97), (1, 1403, 1403, 0.9), (1, 96, 9213, 0.0)],
         "verify": [(8, 4, 20477, 0.97), (32, 4, 20477, 0.5)],
     }
-    families = {name: variants for name, variants in families.items() if name in only}
+    wanted = only + options.check_too.split(",")
+    families = {name: variants for name, variants in families.items() if name in wanted}
     jobs, failed = {}, {}
     with concurrent.futures.ProcessPoolExecutor(
         14, mp_context=multiprocessing.get_context("spawn")

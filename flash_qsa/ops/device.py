@@ -36,14 +36,6 @@ class Positions(NamedTuple):
     stride_row: Any
 
 
-class Table(NamedTuple):
-    """A rotary table [rows, rotary_dim]: cosines, then sines."""
-
-    ptr: Any
-    stride: Any
-    rows: Any
-
-
 class Ring(NamedTuple):
     """A raw-key ring [slots, capacity, 1, width], seen as integers of the keys' size."""
 
@@ -51,20 +43,6 @@ class Ring(NamedTuple):
     stride_slot: Any
     stride_row: Any
     slots: Any
-
-
-class Rope(NamedTuple):
-    """Compile-time facts of a rotation. axes: "one" (the first axis alone), or mRoPE's channel
-    orders "interleaved" and "runs", with the channels of each axis. packed: the device rounds two
-    numbers to 16 bits in one instruction."""
-
-    half: int
-    neox: bool
-    axes: str
-    section_t: int
-    section_h: int
-    section_w: int
-    packed: bool
 
 
 class Groups(NamedTuple):
@@ -108,20 +86,6 @@ def to_cache(x, IS_FP8: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def round_to(x, dtype: tl.constexpr, PACKED: tl.constexpr):
-    """FP32 numbers rounded to `dtype`. PACKED converts pairs: left alone, the compiler converts
-    one by one, in a unit an eighth as fast."""
-    if PACKED and dtype == tl.bfloat16:
-        pair: tl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
-        return tl.inline_asm_elementwise(pair, "=r,r,r", [x], tl.bfloat16, is_pure=True, pack=2)
-    elif PACKED and dtype == tl.float16:
-        pair: tl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;"
-        return tl.inline_asm_elementwise(pair, "=r,r,r", [x], tl.float16, is_pure=True, pack=2)
-    else:
-        return x.to(dtype)
-
-
-@triton.jit
 def step_position(positions, axis_stride, row, real):
     """Rotary position (T, H, W) of a row of this step; a row that is not `real` stands at 0,
     because its own may be anything."""
@@ -130,93 +94,6 @@ def step_position(positions, axis_stride, row, real):
     pos_h = tl.where(real, tl.load(at + axis_stride), 0)
     pos_w = tl.where(real, tl.load(at + 2 * axis_stride), 0)
     return pos_t, pos_h, pos_w
-
-
-@triton.jit
-def rotary_channels(BLOCK: tl.constexpr, ROPE: tl.constexpr):
-    """Where each channel of a head finds its rotation: its partner, its frequency, the sign of the
-    sine, and whether it rotates at all; [BLOCK] each."""
-    HALF: tl.constexpr = ROPE.half
-    d = tl.arange(0, BLOCK)
-    if ROPE.neox:
-        partner = tl.where(d < HALF, d + HALF, d - HALF)
-        frequency = tl.where(d < HALF, d, d - HALF)
-        if HALF % 8 == 0:
-            # lets both be loaded 16 bytes at a time
-            partner = tl.max_contiguous(tl.multiple_of(partner, 8), 8)
-            frequency = tl.max_contiguous(tl.multiple_of(frequency, 8), 8)
-        sign = tl.where(d < HALF, -1.0, 1.0)
-    else:
-        partner = d + 1 - 2 * (d % 2)
-        frequency = d // 2
-        sign = tl.where(d % 2 == 0, -1.0, 1.0)
-    return partner, frequency, sign, d < 2 * HALF
-
-
-@triton.jit
-def rotary_values(table, position, known, HEADS: tl.constexpr, BLOCK: tl.constexpr, ROPE):
-    """FP32 cosines and signed sines [HEADS, BLOCK] at one position; the table must have it to be
-    `known`. Channels that do not rotate read nothing.
-
-    Every head loads its own copy from L1, so that no value has to change lanes.
-    """
-    HALF: tl.constexpr = ROPE.half
-    pos_t, pos_h, pos_w = position
-    _, frequency, sign, _ = rotary_channels(BLOCK, ROPE)
-    each = tl.zeros((HEADS, 1), dtype=tl.int32)
-    mask = (tl.arange(0, BLOCK)[None, :] + each) < tl.where(known, 2 * HALF, 0)
-    at = table.ptr + pos_t * table.stride + (frequency[None, :] + each)
-    cos = tl.load(at, mask=mask, other=0.0)
-    sin = tl.load(at + HALF, mask=mask, other=0.0)
-    if ROPE.axes != "one":
-        if ROPE.axes == "interleaved":
-            on_h = (frequency % 3 == 1) & (frequency < 3 * ROPE.section_h)
-            on_w = (frequency % 3 == 2) & (frequency < 3 * ROPE.section_w)
-        else:
-            on_w = frequency >= ROPE.section_t + ROPE.section_h
-            on_h = (frequency >= ROPE.section_t) & (frequency < ROPE.section_t + ROPE.section_h)
-        # text stands at one position on all axes; elsewhere whole rows of each, then a choice in
-        # registers, because loads masked by axis are narrow
-        if (pos_h != pos_t) | (pos_w != pos_t):
-            at_h = table.ptr + pos_h * table.stride + (frequency[None, :] + each)
-            at_w = table.ptr + pos_w * table.stride + (frequency[None, :] + each)
-            cos_h = tl.load(at_h, mask=mask, other=0.0)
-            sin_h = tl.load(at_h + HALF, mask=mask, other=0.0)
-            cos_w = tl.load(at_w, mask=mask, other=0.0)
-            sin_w = tl.load(at_w + HALF, mask=mask, other=0.0)
-            cos = tl.where(on_h[None, :], cos_h, tl.where(on_w[None, :], cos_w, cos))
-            sin = tl.where(on_h[None, :], sin_h, tl.where(on_w[None, :], sin_w, sin))
-    return cos.to(tl.float32), sin.to(tl.float32) * sign[None, :]
-
-
-@triton.jit
-def norm_and_rotate(x, partner_x, weight_ptr, eps, table, position, DIM, ROPE: tl.constexpr, dtype):
-    """RMSNorm (gain 1 + w), then rotation to `position`, of FP32 heads x [HEADS, BLOCK]; returns
-    `dtype`.
-
-    partner_x: each rotating channel's partner in x, 0 elsewhere. The norm is rounded to `dtype`
-    before the rotation. Heads at a position outside the table come out NaN, not wrong.
-    """
-    HEADS: tl.constexpr = x.shape[0]
-    BLOCK: tl.constexpr = x.shape[1]
-    PACKED: tl.constexpr = ROPE.packed
-    pos_t, pos_h, pos_w = position
-    known = tl.minimum(pos_t, tl.minimum(pos_h, pos_w)) >= 0
-    known = known & (tl.maximum(pos_t, tl.maximum(pos_h, pos_w)) < table.rows)
-    cos, sin = rotary_values(table, position, known, HEADS, BLOCK, ROPE)
-    partner, _, _, rotates = rotary_channels(BLOCK, ROPE)
-    each = tl.zeros((HEADS, 1), dtype=tl.int32)
-    d = tl.arange(0, BLOCK)[None, :] + each
-    weight = tl.load(weight_ptr + d, mask=d < DIM, other=0.0).to(tl.float32)
-    at = weight_ptr + (partner[None, :] + each)
-    partner_weight = tl.load(at, mask=d < 2 * ROPE.half, other=0.0).to(tl.float32)
-    factor = tl.rsqrt(tl.sum(x * x, axis=1) / DIM + eps)
-    factor = tl.where(known, factor, float("nan"))[:, None]
-    y = round_to(x * factor * (1.0 + weight), dtype, PACKED)
-    partner_y = round_to(partner_x * factor * (1.0 + partner_weight), dtype, PACKED)
-    turned = y.to(tl.float32) * cos + partner_y.to(tl.float32) * sin
-    # in FP32, where a choice is one instruction; rounding what is rounded changes nothing
-    return round_to(tl.where(rotates[None, :], turned, y.to(tl.float32)), dtype, PACKED)
 
 
 @triton.jit

@@ -28,6 +28,8 @@ SCHEDULES = {
     "rows": Tuning(share=False),
     "union-fixed": Tuning(hopper=False, union={"fixed": True, "splits": 1}),
     "union-online": Tuning(hopper=False, union={"fixed": False}),
+    # BF16 on Hopper; elsewhere what the default is
+    "hopper-3-splits": Tuning(hopper={"splits": 3}),
 }
 
 
@@ -45,7 +47,13 @@ def schedule(request, monkeypatch):
 
 
 def case_of(lengths, rows, shape=MIDDLE, **options) -> AttentionCase:
-    return AttentionCase.of(make_problem(lengths, rows, shape, device="cuda", **options))
+    """Requests of four rows each are draft windows to the plan."""
+    case = AttentionCase.of(make_problem(lengths, rows, shape, device="cuda", **options))
+    if set(rows) != {4}:
+        return case
+    count = len(rows)
+    drafts = {"num_decodes": count, "num_decode_tokens": 4 * count, "decode_query_len": 4}
+    return case.replace(plan=dataclasses.replace(case.plan, **drafts))
 
 
 @pytest.mark.bug("O-15")
@@ -53,16 +61,34 @@ def case_of(lengths, rows, shape=MIDDLE, **options) -> AttentionCase:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "lengths, rows",
-    [([3001, 70, 5], [1, 1, 1]), ([1501, 403], [4, 4]), ([2003, 90, 7], [101, 40, 7])],
-    ids=["decode", "draft", "prefill"],
+    [
+        ([3001, 70, 5], [1, 1, 1]),
+        ([1501, 403], [4, 4]),
+        ([341 + 23 * i for i in range(32)], [4] * 32),
+        ([2003, 90, 7], [101, 40, 7]),
+        ([2003, 390, 7], [251, 170, 7]),
+    ],
+    ids=["decode", "draft", "many drafts", "short prefill", "prefill"],
 )
 def test_every_schedule_keeps_the_bound(schedule, dtype, lengths, rows):
     if schedule == "union-fixed" and dtype is torch.float16:
         pytest.skip("FP16 probabilities need the running maximum")
+    if schedule == "hopper-3-splits" and dtype is torch.float16:
+        pytest.skip("FP16 has no schedule of its own on Hopper")
     case = case_of(lengths, rows, dtype=dtype, padding=3).poisoned()
     out, lse = case.check(backend="triton")
     again, lse_again = case.call(backend="triton")
     assert torch.equal(out, again) and torch.equal(lse, lse_again)
+
+
+@pytest.mark.parametrize("one_page", [False, True])
+def test_keys_and_values_of_their_own(schedule, one_page):
+    """As caches outside of paged engines have them: two tensors, the request a single page."""
+    shape = dataclasses.replace(MIDDLE, page_size=1400) if one_page else MIDDLE
+    case = case_of([1397], [400], shape, dtype=torch.bfloat16).poisoned()
+    keys, values = (part.clone() for part in case.keys_values)
+    for pair in ((keys, values), (values, keys)):
+        case.replace(kv_cache=pair).check(backend="triton")
 
 
 @pytest.mark.parametrize("storage", [torch.float8_e4m3fn, torch.uint8])

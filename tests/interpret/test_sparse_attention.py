@@ -41,6 +41,7 @@ SCHEDULES = {
     "union-fixed": union(4, splits=1, fixed=True, block_n=16),
     "union-online": union(8, splits=1, fixed=False, block_n=16),
     "union-2-splits": union(4, splits=2, fixed=False, block_n=16),
+    "union-fixed-3-splits": union(4, splits=3, fixed=True, block_n=16),
 }
 
 
@@ -88,8 +89,21 @@ def test_a_tile_whose_probabilities_overflow_is_attended_per_row():
         page = problem.plan.page_table[0].long()[token // 16]
         keys[page, :, token % 16] *= 1 + 6.0 * block
     case = AttentionCase.of(problem)
-    for schedule in ("union-fixed", "union-online"):
+    for schedule in ("union-fixed", "union-fixed-3-splits", "union-online"):
         check(case, SCHEDULES[schedule])
+
+
+def test_splits_in_which_a_row_attends_nothing_leave_its_sum_alone():
+    """Scores of the second row's tokens are 2^-300 of the first row's, whose splits it sits out."""
+    problem = make_problem([64], [2], Shape(heads=2, kv_heads=1, head_dim=16, top_k=8))
+    ids = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7], [12, 13, 14, -1, -1, -1, -1, -1]])
+    keys, _ = problem.kv_cache.chunk(2, -1)
+    for token in range(32):
+        page = problem.plan.page_table[0].long()[token // 16]
+        keys[page, :, token % 16] *= 100
+    case = AttentionCase.of(problem, ids.int())
+    for schedule in ("union-fixed-3-splits", "union-2-splits", "union-fixed"):
+        check(case.poisoned(), SCHEDULES[schedule])
 
 
 @pytest.mark.parametrize("schedule", ["rows", "union-fixed"])

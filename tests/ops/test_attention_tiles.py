@@ -14,8 +14,10 @@ import pytest
 from flash_qsa.ops.sparse_attention.tiles import (
     Segment,
     cell_width,
+    choose_hopper,
     choose_rows,
     choose_union,
+    offset_unit,
     row_shared_bytes,
     segments,
 )
@@ -96,7 +98,29 @@ def test_a_union_tile_holds_its_rows_and_its_mask(group):
         if tiles is not None:
             assert tiles.rows * group <= tiles.block_m and 2 <= tiles.rows <= 16
             assert tiles.splits >= 1 and tiles.capacity >= 512 + tiles.rows
-            assert not (tiles.fixed and tiles.splits > 1)
+
+
+@pytest.mark.parametrize("group", range(1, 17))
+@pytest.mark.parametrize("ratio", [1, 2, 4, 16])
+def test_a_hopper_tile_holds_its_rows_and_never_crosses_windows(group, ratio):
+    for window, count in ((0, 8192), (0, 300), (4, 128), (6, 192), (5, 160)):
+        segment = Segment(0, count, window)
+        tiles = choose_hopper(segment, group, 2, 256, 512, ratio, TARGETS["sm_90"])
+        if ratio == 1 or window == 5:
+            assert tiles is None
+        elif tiles is not None:
+            assert tiles.rows == 2 * tiles.half <= 16 and tiles.half * group <= 64
+            assert window in (0, tiles.rows) and tiles.splits >= 1
+            # every row's own blocks, open groups, and an incomplete step of each section
+            assert tiles.capacity >= tiles.rows * (512 + 1) + 3 * (64 // ratio)
+    assert choose_hopper(Segment(0, 40, 0), group, 2, 256, 512, 4, TARGETS["sm_90"]) is None
+
+
+def test_offsets_count_the_largest_power_of_two_in_the_strides():
+    assert offset_unit((65536, 32768, 512, 1)) == 512
+    assert offset_unit((65536 + 64, 1, 512, 1)) == 64
+    assert offset_unit((3 * 7, 1, 5, 1)) == 1
+    assert offset_unit((1 << 20, 1, 1 << 12, 1)) == 512
 
 
 def test_cells_are_powers_of_two_that_divide_a_block():

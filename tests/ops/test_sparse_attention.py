@@ -122,9 +122,8 @@ class TestRowsWithoutTokens:
         out, lse = case.check(backend="reference")
         for row in (2, 5, 8, 9):
             assert (out[row] == 0).all() and (lse[row] == -torch.inf).all()
-        kept = [0, 1, 3, 4, 6, 7]
-        alone, alone_lse = case.rows(kept).call(backend="reference")
-        assert torch.equal(out[kept], alone) and torch.equal(lse[kept], alone_lse)
+        # bits may depend on the batch, so both answers are compared with float64
+        case.rows([0, 1, 3, 4, 6, 7]).check(backend="reference")
         assert (out != 12345).all()
 
     def test_no_rows_and_no_blocks(self):

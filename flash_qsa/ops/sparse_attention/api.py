@@ -10,6 +10,8 @@ from flash_qsa import dispatch
 from flash_qsa.checks import (
     E4M3_DTYPES,
     FLOAT_DTYPES,
+    INDEX_DTYPES,
+    INT32,
     Axes,
     Scale,
     UnsupportedError,
@@ -17,6 +19,7 @@ from flash_qsa.checks import (
     expect_device,
     expect_dtype,
     expect_out,
+    expect_placed,
     expect_positive,
     expect_scale,
 )
@@ -104,40 +107,40 @@ def sparse_attention(
     expect_dtype("query", query, FLOAT_DTYPES)
     expect_dtype("kv_cache", keys, (query.dtype, *E4M3_DTYPES))
     expect_dtype("kv_cache", values, (keys.dtype,))
-    expect_dtype("block_ids", block_ids, (torch.int32,))
-    expect_dtype("page_table", page_table, (torch.int32,))
-    expect_dtype("request_ids", request_ids, (torch.int32,))
-    per_row = {"positions": positions}
-    if tail_start is not None:
-        per_row["tail_start"] = tail_start
-    if token_base is not None:
-        per_row["token_base"] = token_base
-    for name, tensor in per_row.items():
-        axes.shape(name, tensor, ("T",))
-        expect_dtype(name, tensor, (torch.int32, torch.int64))
-    tensors = {"keys": keys, "block_ids": block_ids, "page_table": page_table, **per_row}
-    tensors["request_ids"] = request_ids
+    expect_dtype("block_ids", block_ids, INT32)
+    expect_dtype("page_table", page_table, INT32)
+    expect_dtype("request_ids", request_ids, INT32)
+    expect_dtype("positions", positions, INDEX_DTYPES)
+    device = query.device
+    for name, tensor in (("tail_start", tail_start), ("token_base", token_base)):
+        if tensor is not None:
+            axes.shape(name, tensor, ("T",))
+            expect_dtype(name, tensor, INDEX_DTYPES)
+            expect_device(name, tensor, device)
+    expect_contiguous_last("query", query)
+    expect_placed("kv_cache", keys, device)
+    expect_placed("kv_cache", values, device)
+    expect_device("block_ids", block_ids, device)
+    expect_device("positions", positions, device)
+    expect_device("page_table", page_table, device)
+    expect_device("request_ids", request_ids, device)
     if gate is not None:
-        tensors["gate"] = gate
-    for name, tensor in tensors.items():
-        expect_device(name, tensor, query.device)
-    for name, tensor in (("query", query), ("kv_cache", keys), ("kv_cache", values)):
-        expect_contiguous_last(name, tensor)
+        expect_device("gate", gate, device)
     expect_positive("compress_ratio", compress_ratio)
-    if axes["Hkv"] == 0 or axes["Hq"] % axes["Hkv"]:
+    _, heads, dim = query.shape
+    _, kv_heads, page_size, _ = keys.shape
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"query: {heads} heads are not a multiple of kv_cache's {kv_heads}")
+    if token_base is None and page_size % compress_ratio:
         raise ValueError(
-            f"query: {axes['Hq']} heads are not a multiple of kv_cache's {axes['Hkv']}"
-        )
-    if token_base is None and axes["S"] % compress_ratio:
-        raise ValueError(
-            f"kv_cache: a page of {axes['S']} tokens is not a multiple of compress_ratio "
+            f"kv_cache: a page of {page_size} tokens is not a multiple of compress_ratio "
             f"{compress_ratio}"
         )
-    scale = axes["D"] ** -0.5 if scale is None else float(scale)
+    scale = dim**-0.5 if scale is None else float(scale)
     if not math.isfinite(scale):
         raise ValueError(f"scale: expected a finite number, got {scale}")
-    for name, value in (("k_scale", k_scale), ("v_scale", v_scale)):
-        expect_scale(name, value, keys.dtype, query.device)
+    expect_scale("k_scale", k_scale, keys.dtype, device)
+    expect_scale("v_scale", v_scale, keys.dtype, device)
 
     if torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (query, keys, values, gate)
@@ -168,12 +171,12 @@ def sparse_attention(
         return (attn, lse) if return_lse else attn
 
     if out is None:
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        out = query.new_empty(query.shape)
     else:
-        expect_out(out, query.shape, query.dtype, query.device)
-    lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+        expect_out(out, query.shape, query.dtype, device)
+    lse = query.new_empty(query.shape[:2], dtype=torch.float32) if return_lse else None
     if query.shape[0]:
-        dispatch.implementation("sparse_attention", backend, query.device)(
+        dispatch.implementation("sparse_attention", backend, device)(
             query,
             keys,
             values,
@@ -191,7 +194,7 @@ def sparse_attention(
             plan,
             deterministic,
             out,
-            lse if return_lse else None,
+            lse,
         )
     return (out, lse) if return_lse else out
 

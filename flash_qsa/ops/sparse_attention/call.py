@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton.language as tl
@@ -15,9 +15,12 @@ from flash_qsa.targets import Target, device_target
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
-@dataclass(frozen=True)
-class Call:
-    """One call's tensors in the form kernels take them, and what follows from their dtypes."""
+class Call(NamedTuple):
+    """One call's tensors in the form kernels take them, and what follows from their dtypes.
+
+    early_launch: whether a kernel may start while its predecessor ends (programmatic dependent
+    launch).
+    """
 
     query: torch.Tensor
     keys: torch.Tensor
@@ -39,16 +42,11 @@ class Call:
     fp8_bytes: bool
     context: int
     target: Target
+    early_launch: bool
 
     @property
     def group(self) -> int:
         return self.query.shape[1] // self.keys.shape[1]
-
-    @property
-    def early_launch(self) -> bool:
-        """Whether a kernel may start while its predecessor ends (programmatic dependent launch)."""
-        newest = self.target.backend == "cuda" and self.target.capability >= (9, 0)
-        return newest and not dispatch.interpreting()
 
     def launch_options(self) -> dict:
         return {"launch_pdl": True} if self.early_launch else {}
@@ -94,10 +92,9 @@ class Call:
         target = device_target(query.device)
         interpreted = dispatch.interpreting()
         # Without a native type, FP8 travels as bytes and BF16 products are done in FP32.
-        fp8_bytes = keys.dtype in E4M3_DTYPES and (
-            interpreted or target.backend == "hip" or not target.has_e4m3
-        )
+        fp8_bytes = False
         if keys.dtype in E4M3_DTYPES:
+            fp8_bytes = interpreted or target.backend == "hip" or not target.has_e4m3
             storage = torch.uint8 if fp8_bytes else torch.float8_e4m3fn
             keys, values = keys.view(storage), values.view(storage)
         narrow = query.dtype == torch.bfloat16 and (interpreted or not target.has_bf16)
@@ -122,6 +119,7 @@ class Call:
             fp8_bytes,
             page_table.shape[1] * keys.shape[2] if plan is None else plan.max_seq_len,
             target,
+            target.backend == "cuda" and target.capability >= (9, 0) and not interpreted,
         )
 
 

@@ -188,9 +188,8 @@ def build_kernel(
         tails = tl.sum(tl.where(leads, 1, 0), 0)
         # Each section ends with an incomplete step.
         most = union + tails + (3 * PAD if HALF > 0 else PAD) - 1
-        if HALF == 0:
-            # They must stay within the first step, whose loads are masked.
-            most = tl.where(tails <= PAD, most, capacity + 1)
+        # They must stay within the first step (the last two), whose loads are masked.
+        most = tl.where(tails <= PAD, most, capacity + 1)
         fits = tl.where(alone, most, capacity + 1) <= capacity
         union = tl.where(fits, union, 0)
 
@@ -244,6 +243,7 @@ def build_kernel(
             place = (entry >> 16).to(tl.int32) * RATIO + base
             cell, lost = _locate(table, place, place + RATIO - 1, listed, PAGE)
             missing = tl.maximum(missing, lost)
+            # a whole block, whose tokens may be read: an open group's may not
             filler = tl.max(tl.where(listed, cell, 0), 0)
             slot = lead + at
             if HALF > 0:
@@ -269,8 +269,6 @@ def build_kernel(
         newest = tl.max(tl.where(same, position[None, :], -1), 1)
         cell, lost = _locate(table, group * RATIO + base, newest + base, placed, PAGE)
         missing = tl.maximum(missing, lost)
-        if HALF > 0:
-            filler = tl.maximum(filler, tl.max(tl.where(placed, cell, 0), 0))
         at = (behind if HALF > 0 else 0) + tl.cumsum(tl.where(leads, 1, 0), 0) - 1
         tl.store(tile_cells + at, cell, mask=placed)
         # [leading row, attending row, token of the group]

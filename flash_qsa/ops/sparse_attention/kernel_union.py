@@ -6,8 +6,9 @@ rows attend which token. Nothing is read that no row of the tile attends.
 
 With FIXED, probabilities are relative to the largest score of the first tile of tokens instead of a
 running maximum, which saves the rescaling. BF16 and FP32 probabilities keep their relative
-precision at any magnitude, so the answer is as good as long as the sum stays within 2^±60. A tile
-where it does not is handed to the per-row schedule, which is launched next: `shared` becomes 0.
+precision at any magnitude, so the answer is as good as long as the sum stays within 2^±60 (2^±30
+where splits are merged). A tile where it does not is handed to the per-row schedule, which is
+launched next: `shared` becomes 0.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from flash_qsa.ops.sparse_attention.primitives import (
 
 SAFE_SUM = tl.constexpr(1.152921504606847e18)
 """2^60."""
+SAFE_PARTIAL_SUM = tl.constexpr(1.073741824e9)
+"""2^30."""
 
 
 @triton.jit
@@ -36,25 +39,32 @@ def _load_cells(
     stride_s,
     live,
     PAGE: tl.constexpr,
+    UNIT: tl.constexpr,
     RATIO: tl.constexpr,
     BLOCK_N: tl.constexpr,
     DIM: tl.constexpr,
     COMPUTE: tl.constexpr,
     FP8_BYTES: tl.constexpr,
-    MASKED: tl.constexpr,
 ):
-    """Keys or values of whole blocks, [BLOCK_N, DIM]; with MASKED, zeros where not `live`."""
-    page = cells // PAGE
-    offset = cells - page * PAGE
-    base = page.to(tl.int64) * stride_p + offset * stride_s
+    """Keys or values of whole blocks, [BLOCK_N, DIM]; zeros where not `live` [CELLS, RATIO].
+
+    Cells count UNIT elements, or tokens of pages where UNIT is 0.
+    """
+    if UNIT > 0:
+        base = cells.to(tl.int64) * UNIT
+    else:
+        page = cells // PAGE
+        base = page.to(tl.int64) * stride_p + (cells - page * PAGE) * stride_s
     step = tl.arange(0, RATIO)[None, :, None] * stride_s
     # [BLOCK_N / C, C, DIM]
     ptrs = cache_ptr + base[:, None, None] + step + tl.arange(0, DIM)[None, None, :]
-    if MASKED:
-        tile = tl.load(ptrs, mask=live[:, :, None], other=0.0)
-    else:
-        tile = tl.load(ptrs)
+    tile = tl.load(ptrs, mask=live[:, :, None], other=0.0)
     return as_compute(tl.reshape(tile, [BLOCK_N, DIM]), COMPUTE, FP8_BYTES)
+
+
+@triton.jit
+def _either(a, b):
+    return a | b
 
 
 @triton.jit
@@ -93,6 +103,7 @@ def union_kernel(
     scale,
     RATIO: tl.constexpr,
     PAGE: tl.constexpr,
+    UNIT: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     ROWS: tl.constexpr,
@@ -145,47 +156,45 @@ def union_kernel(
     # Sums stay apart by token lane until the end: no shuffles in the loop.
     lanes = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     peak = tl.full([BLOCK_M], LOWEST, tl.float32)
-    offs_w = tl.arange(0, RATIO)
-    token_at = begin * BLOCK_N + offs_c[:, None] * RATIO + offs_w[None, :]
-    live = tl.load(masks_ptr + token_at, mask=token_at < steps * BLOCK_N, other=0) != 0
-    if begin < end:
-        # The first step is loaded under its masks: an open group may hold tokens never written.
+    offs_w = tl.arange(0, RATIO)[None, :]
+    seen = tl.zeros([BLOCK_N], tl.int32)
+    block_masks = masks_ptr + offs_c[:, None] * RATIO + offs_w
+    if FIXED:
+        # The first step's keys are read twice. Attending to it here, apart from the loop, would
+        # make the compiler wait for each wgmma.
+        some = tl.where(begin < end, BLOCK_N, 0)
+        live = tl.load(
+            block_masks + begin * BLOCK_N, mask=offs_c[:, None] * RATIO + offs_w < some, other=0
+        )
+        live = live != 0
+        listed = tl.load(masks_ptr + begin * BLOCK_N + offs_n, mask=offs_n < some, other=0) != 0
         cells = tl.load(cells_ptr + begin * CELLS + offs_c)
-        member = tl.load(masks_ptr + begin * BLOCK_N + offs_n).to(tl.int32)
         k = _load_cells(
             k_ptr, cells, stride_k_p, stride_k_s, live,
-            PAGE, RATIO, BLOCK_N, DIM, COMPUTE, FP8_BYTES, True,
-        )  # fmt: skip
-        v = _load_cells(
-            v_ptr, cells, stride_v_p, stride_v_s, live,
-            PAGE, RATIO, BLOCK_N, DIM, COMPUTE, FP8_BYTES, True,
+            PAGE, UNIT, RATIO, BLOCK_N, DIM, COMPUTE, FP8_BYTES,
         )  # fmt: skip
         scores = product(q, tl.trans(k), COMPUTE) * log2_scale
-        keep = (member[None, :] & bits[:, None]) != 0
-        if FIXED:
-            # A row without a token here still takes a real score for its reference.
-            among = tl.where((member != 0)[None, :], scores, float("-inf"))
-        else:
-            among = tl.where(keep, scores, float("-inf"))
-        peak = tl.maximum(tl.max(among, 1), LOWEST)
-        lanes = tl.where(keep, tl.exp2(scores - peak[:, None]), 0.0)
-        acc = product(lanes.to(ACTIVATION).to(COMPUTE), v, COMPUTE)
-    for step in range(begin + 1, end):
+        # A row without a token here still takes a real score for its reference.
+        scores = tl.where(listed[None, :], scores, LOWEST)
+        peak = tl.max(scores, 1)
+    for step in range(begin, end):
         cells = tl.load(cells_ptr + step * CELLS + offs_c)
+        live = tl.load(block_masks + step * BLOCK_N) != 0
         member = tl.load(masks_ptr + step * BLOCK_N + offs_n).to(tl.int32)
         k = _load_cells(
             k_ptr, cells, stride_k_p, stride_k_s, live,
-            PAGE, RATIO, BLOCK_N, DIM, COMPUTE, FP8_BYTES, False,
+            PAGE, UNIT, RATIO, BLOCK_N, DIM, COMPUTE, FP8_BYTES,
         )  # fmt: skip
         v = _load_cells(
             v_ptr, cells, stride_v_p, stride_v_s, live,
-            PAGE, RATIO, BLOCK_N, DIM, COMPUTE, FP8_BYTES, False,
+            PAGE, UNIT, RATIO, BLOCK_N, DIM, COMPUTE, FP8_BYTES,
         )  # fmt: skip
         scores = product(q, tl.trans(k), COMPUTE) * log2_scale
         keep = (member[None, :] & bits[:, None]) != 0
         if FIXED:
             weights = tl.where(keep, tl.exp2(scores - peak[:, None]), 0.0)
             lanes += weights
+            seen |= member
         else:
             scores = tl.where(keep, scores, float("-inf"))
             new_peak = tl.maximum(peak, tl.max(scores, 1))
@@ -198,8 +207,12 @@ def union_kernel(
 
     total = tl.sum(lanes, 1)
     if FIXED:
-        safe = (total > 1.0 / SAFE_SUM) & (total < SAFE_SUM)
-        unsafe = tl.max(tl.where(mask_m & (safe == 0), 1, 0), 0)
+        # Partials of peaks 2^126 apart lose one another: narrower bounds keep that harmless.
+        LIMIT: tl.constexpr = SAFE_SUM if SPLITS == 1 else SAFE_PARTIAL_SUM
+        safe = (total > 1.0 / LIMIT) & (total < LIMIT)
+        # A row that attends nothing here has no sum that could be wrong.
+        some = (tl.reduce(seen, 0, _either) & bits) != 0
+        unsafe = tl.max(tl.where(mask_m & (safe == 0) & (some | (total != 0)), 1, 0), 0)
         tl.store(
             shared_ptr + tile + tl.arange(0, 1),
             tl.zeros([1], tl.int32),
@@ -226,5 +239,5 @@ def union_kernel(
         num_heads = tl.num_programs(1) * GROUP
         cell = ((rows - first_row) * num_heads + heads) * SPLITS + split
         tl.store(acc_ptr + cell[:, None] * DIM + offs_d[None, :], acc, mask=mask_m[:, None])
-        tl.store(stats_ptr + cell * 2, peak, mask=mask_m)
+        tl.store(stats_ptr + cell * 2, tl.where(total > 0, peak, LOWEST), mask=mask_m)
         tl.store(stats_ptr + cell * 2 + 1, total, mask=mask_m)

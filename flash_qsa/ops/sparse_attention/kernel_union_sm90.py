@@ -25,15 +25,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-# Triton 3.9's names, or those of 3.6.
-_gather_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+from flash_qsa.ops.sparse_attention.kernel_union_sm90_store import (
+    BLOCK_M,
+    LOG2E,
+    barrier,
+    store_answer,
+    store_partial,
+)
 
-BLOCK_M = gl.constexpr(64)
+# Triton 3.9's name, or that of 3.6.
+_gather_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 BLOCK_N = gl.constexpr(64)
 STAGES = gl.constexpr(2)
 SAFE_SUM = gl.constexpr(1.152921504606847e18)
-LOG2E = gl.constexpr(1.4426950408889634)
+SAFE_PARTIAL_SUM = gl.constexpr(1.073741824e9)
+LOWEST = gl.constexpr(-1.0e38)
 LN2 = gl.constexpr(0.6931471805599453)
 
 
@@ -43,6 +49,8 @@ def _producer(
     v_ptr,
     cells_ptr,
     masks_ptr,
+    begin,
+    end,
     steps,
     stride_s,
     k_smem,
@@ -60,19 +68,23 @@ def _producer(
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     offs_d = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
     offs_n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, layout))
+    # Values lie where keys do, so many elements behind; pointers of their own would not fit.
+    apart = VALUES_AT
+    if VALUES_AT == 0:
+        apart = (v_ptr.to(gl.int64) - k_ptr.to(gl.int64)) // 2
     # One base for all tokens of a thread; a token then adds its cell's offset, in one instruction.
     base = ((offs_n % RATIO) * stride_s)[:, None] + offs_d[None, :]
     cells_at = cells_ptr + offs_n // RATIO
     upcoming = gl.load(cells_at)
-    for step in range(steps):
-        stage = step % STAGES
-        phase = (step // STAGES) & 1
+    for step in range(begin, end):
+        stage = (step - begin) % STAGES
+        phase = ((step - begin) // STAGES) & 1
         offset = (upcoming.to(gl.int64) * UNIT)[:, None]
         # The next step's cells arrive while this one's keys and values do.
         cells_at += BLOCK_N // RATIO
         upcoming = gl.load(cells_at)
         k_from = k_ptr + base + offset
-        v_from = k_from + VALUES_AT if VALUES_AT > 0 else v_ptr + base + offset
+        v_from = k_from + apart
         k_from = gl.max_contiguous(gl.multiple_of(k_from, [1, 16]), [1, DIM])
         v_from = gl.max_contiguous(gl.multiple_of(v_from, [1, 16]), [1, DIM])
         mbarrier.wait(k_free.index(stage), phase ^ 1)
@@ -95,6 +107,11 @@ def _producer(
 
 
 @gluon.jit
+def _either(a, b):
+    return a | b
+
+
+@gluon.jit
 def _lane_sums(weights):
     """[64, 64] scores' layout → [64, 4]: what each thread holds of a row, added."""
     parts = gl.reshape(weights, [BLOCK_M, BLOCK_N // 8, 4, 2])
@@ -107,14 +124,19 @@ def _consumer(
     gate_ptr,
     out_ptr,
     lse_ptr,
+    acc_ptr,
+    stats_ptr,
     masks_ptr,
     shared_ptr,
+    begin,
+    end,
     steps,
     first_steps,
     second_steps,
     first_row,
     end_row,
     first_head,
+    partial_row,
     stride_q_t,
     stride_q_h,
     stride_gate_t,
@@ -134,8 +156,8 @@ def _consumer(
     WHICH: gl.constexpr,
     HALF: gl.constexpr,
     GROUP: gl.constexpr,
-    PAIRED: gl.constexpr,
     DIM: gl.constexpr,
+    SPLITS: gl.constexpr,
     HAS_GATE: gl.constexpr,
     HAS_LSE: gl.constexpr,
 ):
@@ -173,11 +195,12 @@ def _consumer(
     alone = first_steps + second_steps
     paired = 2 * gl.minimum(first_steps, second_steps)
     longer = gl.where(first_steps > second_steps, 0, 1)
-    seen = 0
+    began = 0
+    seen = gl.zeros([BLOCK_N // 2], gl.int32, pairs)
     upcoming = gl.load(masks_ptr + 2 * offs_p)
-    for step in range(steps):
-        stage = step % STAGES
-        phase = (step // STAGES) & 1
+    for step in range(begin, end):
+        stage = (step - begin) % STAGES
+        phase = ((step - begin) // STAGES) & 1
         owner = gl.where(step < paired, step % 2, longer)
         mine = gl.where(step >= alone, 1, gl.where(owner == WHICH, 1, 0))
         member = upcoming.to(gl.uint16, bitcast=True).to(gl.int32)
@@ -190,24 +213,24 @@ def _consumer(
             keys = k_smem.index(stage).permute((1, 0))
             scores = warpgroup_mma(q_smem, keys, blank, use_acc=False, is_async=True)
             scores = warpgroup_mma_wait(0, deps=[scores])
-            _barrier()
+            barrier()
             mbarrier.arrive(k_free.index(stage), count=1)
-            if seen == 0:
+            if began == 0:
                 peak = gl.max(scores, 1) * log2_scale
-            seen = 1
-            if (step >= steps - 2) | (not PAIRED):
+            began = 1
+            if step >= steps - 2:
                 each = gl.load(masks_ptr + offs_n).to(gl.int32)
                 scores = gl.where((each[None, :] & bits[:, None]) != 0, scores, float("-inf"))
             weights = gl.exp2(scores * log2_scale - peak[:, None])
-            if PAIRED:
-                # All ones where attended: predicates would not fit their registers.
-                both = gl.reshape(gl.join(member, member), [BLOCK_N])
-                both = gl.convert_layout(both, gl.SliceLayout(0, s_layout), assert_trivial=True)
-                attended = (both[None, :] << lift[:, None]) >> 31
-                weights = (weights.to(gl.int32, bitcast=True) & attended).to(
-                    gl.float32, bitcast=True
-                )
+            # All ones where attended: predicates would not fit their registers.
+            both = gl.reshape(gl.join(member, member), [BLOCK_N])
+            both = gl.convert_layout(both, gl.SliceLayout(0, s_layout), assert_trivial=True)
+            attended = (both[None, :] << lift[:, None]) >> 31
+            kept = weights.to(gl.int32, bitcast=True) & attended
+            weights = kept.to(gl.float32, bitcast=True)
             lanes += _lane_sums(weights)
+            if SPLITS > 1:
+                seen |= member
             operand = gl.convert_layout(weights.to(DTYPE), p_layout)
             mbarrier.wait(v_ready.index(stage), phase)
             fence_async_shared()
@@ -218,35 +241,45 @@ def _consumer(
             mbarrier.wait(k_ready.index(stage), phase)
             mbarrier.arrive(k_free.index(stage), count=1)
             mbarrier.wait(v_ready.index(stage), phase)
-        _barrier()
+        barrier()
         mbarrier.arrive(v_free.index(stage), count=1)
         masks_ptr += BLOCK_N
 
     total = gl.convert_layout(gl.sum(lanes, 1), gl.SliceLayout(1, s_layout))
     row_s = first_row + offs_ms // GROUP
     live_s = (offs_ms < HALF * GROUP) & (row_s < end_row)
-    safe = (total > 1.0 / SAFE_SUM) & (total < SAFE_SUM)
+    if SPLITS > 1:
+        safe = (total > 1.0 / SAFE_PARTIAL_SUM) & (total < SAFE_PARTIAL_SUM)
+        # A row that attends nothing here has no sum that could be wrong.
+        some = (gl.reduce(seen, 0, _either) & bits) != 0
+        safe = gl.where(some | (total != 0), safe, True)
+    else:
+        safe = (total > 1.0 / SAFE_SUM) & (total < SAFE_SUM)
     unsafe = gl.max(gl.where(live_s & (safe == 0), 1, 0), 0)
     if unsafe > 0:
         gl.store(shared_ptr, 0)
-    if HAS_LSE:
-        lse = (peak + gl.log2(total)) * LN2
-        lse_at = row_s.to(gl.int64) * stride_lse_t + (first_head + offs_ms % GROUP) * stride_lse_h
-        gl.store(lse_ptr + lse_at, lse, mask=live_s)
 
-    # The answer passes through the queries' memory into rows of 16-byte pieces.
-    inverse = 1.0 / gl.convert_layout(total, gl.SliceLayout(1, o_layout))
-    q_smem.store((acc * inverse[:, None]).to(DTYPE))
-    _barrier()
-    result = q_smem.load(q_layout)
-    head = first_head + offs_m % GROUP
-    if HAS_GATE:
-        gate_at = row.to(gl.int64) * stride_gate_t + head * stride_gate_h
-        gate = gl.load(gate_ptr + gate_at[:, None] + offs_d[None, :], mask=live[:, None], other=0.0)
-        opening = 1.0 / (1.0 + gl.exp2(-gate.to(gl.float32) * LOG2E))
-        result = (result.to(gl.float32) * opening).to(DTYPE)
-    out_at = row.to(gl.int64) * stride_out_t + head * stride_out_h
-    gl.store(out_ptr + out_at[:, None] + offs_d[None, :], result, mask=live[:, None])
+    if SPLITS > 1:
+        peak = gl.where(total > 0, peak, LOWEST)
+        at = (partial_row + offs_ms // GROUP).to(gl.int64) * gl.num_programs(1) * GROUP
+        at = (at + first_head + offs_ms % GROUP) * SPLITS + gl.program_id(2)
+        gl.store(stats_ptr + 2 * at, peak, mask=live_s)
+        gl.store(stats_ptr + 2 * at + 1, total, mask=live_s)
+        store_partial(
+            acc_ptr, acc, partial_row, first_head, first_row, end_row,
+            HALF, GROUP, DIM, SPLITS, o_layout,
+        )  # fmt: skip
+    else:
+        if HAS_LSE:
+            lse = (peak + gl.log2(total)) * LN2
+            lse_at = row_s.to(gl.int64) * stride_lse_t
+            lse_at += (first_head + offs_ms % GROUP) * stride_lse_h
+            gl.store(lse_ptr + lse_at, lse, mask=live_s)
+        store_answer(
+            acc, total, q_smem, gate_ptr, out_ptr, first_row, end_row, first_head,
+            stride_gate_t, stride_gate_h, stride_out_t, stride_out_h,
+            HALF, GROUP, DIM, HAS_GATE, o_layout, q_layout,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -262,6 +295,8 @@ def union_sm90_kernel(
     gate_ptr,
     out_ptr,
     lse_ptr,
+    acc_ptr,
+    stats_ptr,
     stride_q_t,
     stride_q_h,
     stride_k_h,
@@ -284,12 +319,14 @@ def union_sm90_kernel(
     DIM: gl.constexpr,
     HALF: gl.constexpr,
     PRODUCER_REGS: gl.constexpr,
+    SPLITS: gl.constexpr,
     HAS_GATE: gl.constexpr,
     HAS_LSE: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Grid [tiles, Hkv]. counts in cells, a multiple of 64 / C; sections int32 [tiles, 2], the
-    64-token steps that only the first and only the second half attends, interleaved in front."""
+    """Grid [tiles, Hkv, SPLITS]; a split takes consecutive steps. counts in cells, a multiple of
+    64 / C; sections int32 [tiles, 2], the 64-token steps that only the first and only the second
+    half attends, interleaved in front."""
     tile = gl.program_id(0)
     if gl.load(shared_ptr + tile) == 0:
         return
@@ -297,6 +334,10 @@ def union_sm90_kernel(
     steps = gl.load(counts_ptr + tile) * RATIO // BLOCK_N
     first_steps = gl.load(sections_ptr + 2 * tile)
     second_steps = gl.load(sections_ptr + 2 * tile + 1)
+
+    per_split = (steps + SPLITS - 1) // SPLITS
+    begin = gl.minimum(gl.program_id(2) * per_split, steps)
+    end = gl.minimum(begin + per_split, steps)
 
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
     tile_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, DIM], DTYPE)
@@ -315,32 +356,35 @@ def union_sm90_kernel(
         mbarrier.init(v_free.index(stage), count=2)
     fence_async_shared()
 
-    cells = cells_ptr + tile.to(gl.int64) * capacity
-    masks = masks_ptr + tile.to(gl.int64) * capacity * RATIO
+    first_cell = tile.to(gl.int64) * capacity + begin * (BLOCK_N // RATIO)
+    cells = cells_ptr + first_cell
+    masks = masks_ptr + first_cell * RATIO
     row = first_row + tile * 2 * HALF
     head = kv_head.to(gl.int32) * GROUP
     log2_scale = scale * LOG2E
     gl.warp_specialize(
         [
             (_consumer, (
-                q_ptr, gate_ptr, out_ptr, lse_ptr, masks, shared_ptr + tile,
-                steps, first_steps, second_steps, row, end_row, head,
+                q_ptr, gate_ptr, out_ptr, lse_ptr, acc_ptr, stats_ptr, masks, shared_ptr + tile,
+                begin, end, steps, first_steps, second_steps,
+                row, end_row, head, tile * 2 * HALF,
                 stride_q_t, stride_q_h, stride_gate_t, stride_gate_h,
                 stride_out_t, stride_out_h, stride_lse_t, stride_lse_h, log2_scale,
                 q_first, k_smem, v_smem, k_ready, v_ready, k_free, v_free,
-                0, HALF, GROUP, RATIO % 2 == 0, DIM, HAS_GATE, HAS_LSE,
+                0, HALF, GROUP, DIM, SPLITS, HAS_GATE, HAS_LSE,
             )),
             (_consumer, (
-                q_ptr, gate_ptr, out_ptr, lse_ptr, masks, shared_ptr + tile,
-                steps, first_steps, second_steps, row + HALF, end_row, head,
+                q_ptr, gate_ptr, out_ptr, lse_ptr, acc_ptr, stats_ptr, masks, shared_ptr + tile,
+                begin, end, steps, first_steps, second_steps,
+                row + HALF, end_row, head, tile * 2 * HALF + HALF,
                 stride_q_t, stride_q_h, stride_gate_t, stride_gate_h,
                 stride_out_t, stride_out_h, stride_lse_t, stride_lse_h, log2_scale,
                 q_second, k_smem, v_smem, k_ready, v_ready, k_free, v_free,
-                1, HALF, GROUP, RATIO % 2 == 0, DIM, HAS_GATE, HAS_LSE,
+                1, HALF, GROUP, DIM, SPLITS, HAS_GATE, HAS_LSE,
             )),
             (_producer, (
-                k_ptr + kv_head * stride_k_h, v_ptr + kv_head * stride_v_h, cells, masks, steps,
-                stride_s, k_smem, v_smem, k_ready, v_ready, k_free, v_free,
+                k_ptr + kv_head * stride_k_h, v_ptr + kv_head * stride_v_h, cells, masks,
+                begin, end, steps, stride_s, k_smem, v_smem, k_ready, v_ready, k_free, v_free,
                 RATIO, UNIT, VALUES_AT, DIM,
             )),
         ],

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
-import triton
 
 from flash_qsa.ops.sparse_attention import tiles as choices
 from flash_qsa.ops.sparse_attention.call import TYPES, Call
@@ -12,17 +13,37 @@ from flash_qsa.ops.sparse_attention.kernel_rows import rows_kernel
 from flash_qsa.ops.sparse_attention.tiles import RowTiles, Segment
 
 Partials = tuple[torch.Tensor, torch.Tensor]
-"""FP32 outputs [rows, Hq, splits, D], and peaks with sums [rows, Hq, splits, 2]."""
+"""FP32 outputs [rows, Hq, splits, D] and peaks with sums [rows, Hq, splits, 2]: flat tensors that
+begin with them."""
+
+
+@functools.lru_cache(maxsize=64)
+def cell_layout(
+    pages: int, page_size: int, ratio: int, based: bool, keys: tuple, values: tuple
+) -> tuple[int, bool, int, torch.dtype]:
+    """How the per-row kernel stores where tokens lie.
+
+    Args:
+        based: rows have token bases. keys, values: strides of pages, heads and tokens.
+
+    Returns:
+        Tokens looked up together; whether keys and values lie alike; the unit of offsets, in
+        elements; the integers that hold them.
+    """
+    width = choices.cell_width(ratio, based or page_size % ratio != 0)
+    align = 16 if all(stride % 16 == 0 for stride in (*keys, *values)) else 1
+    reach = max(pages * s[0] + page_size * s[2] for s in (keys, values)) // align
+    return width, keys == values, align, torch.int32 if reach < 2**31 else torch.int64
 
 
 def allocate_partials(call: Call, segment: Segment, splits: int) -> Partials | None:
     """Room for the partials of a segment, where there is more than one split."""
     if splits == 1:
         return None
-    shape = (segment.end_row - segment.first_row, call.query.shape[1], splits)
-    device = call.query.device
-    acc = torch.empty((*shape, call.query.shape[2]), dtype=torch.float32, device=device)
-    return acc, torch.empty((*shape, 2), dtype=torch.float32, device=device)
+    heads, dim = call.query.shape[1:]
+    count = (segment.end_row - segment.first_row) * heads * splits
+    room = call.query.new_empty(count * (dim + 2), dtype=torch.float32)
+    return room, room[count * dim :]
 
 
 def launch_rows(
@@ -38,20 +59,15 @@ def launch_rows(
     heads, dim = call.query.shape[1:]
     kv_heads, page_size = call.keys.shape[1:3]
     acc, stats = partials or (call.query, call.query)
-    tiles = triton.cdiv(segment.end_row - segment.first_row, rows_per_program)
-    straddles = call.token_base is not None or page_size % call.ratio != 0
-    width = choices.cell_width(call.ratio, straddles)
-    same = call.keys.stride()[:3] == call.values.stride()[:3]
-    list_size = max(rows.ids_per_split * call.ratio // width, 1)
-    pair = (call.keys, call.values)
-    align = 16 if all(s % 16 == 0 for tensor in pair for s in tensor.stride()[:3]) else 1
-    pages = call.keys.shape[0]
-    reach = max(pages * t.stride(0) + page_size * t.stride(2) for t in pair) // align
-    lists = torch.empty(
-        tiles * kv_heads * rows.splits * list_size * (1 if same else 2),
-        dtype=torch.int32 if reach < 2**31 else torch.int64,
-        device=call.query.device,
+    tiles = -(-(segment.end_row - segment.first_row) // rows_per_program)
+    pages, based = call.keys.shape[0], call.token_base is not None
+    strides = call.strides()
+    width, same, align, integers = cell_layout(
+        pages, page_size, call.ratio, based, strides[2:5], strides[5:]
     )
+    list_size = max(rows.ids_per_split * call.ratio // width, 1)
+    count = tiles * kv_heads * rows.splits * list_size * (1 if same else 2)
+    lists = call.query.new_empty(count, dtype=integers)
     rows_kernel[(tiles, kv_heads, rows.splits)](
         call.query,
         call.keys,
@@ -70,7 +86,7 @@ def launch_rows(
         call.or_dummy(call.lse),
         acc,
         stats,
-        *call.strides(),
+        *strides,
         call.block_ids.stride(0),
         call.page_table.stride(0),
         *call.output_strides(),
@@ -80,7 +96,7 @@ def launch_rows(
         rows.ids_per_split,
         list_size,
         *call.page_table.shape,
-        call.keys.shape[0],
+        pages,
         call.scale,
         RATIO=call.ratio,
         WIDTH=width,
@@ -98,7 +114,7 @@ def launch_rows(
         COMPUTE=TYPES[call.compute],
         FP8_BYTES=call.fp8_bytes,
         HAS_TAIL=call.tail_start is not None,
-        HAS_BASE=call.token_base is not None,
+        HAS_BASE=based,
         HAS_GATE=call.gate is not None,
         HAS_LSE=call.lse is not None,
         **call.scales,
@@ -121,7 +137,7 @@ def launch_merge(
     heads, dim = call.query.shape[1:]
     block_s = choices.next_power(splits)
     block_d = min(max(16, choices.next_power(dim)), max(16, 4096 // block_s))
-    merge_kernel[(segment.end_row - segment.first_row, heads, triton.cdiv(dim, block_d))](
+    merge_kernel[(segment.end_row - segment.first_row, heads, -(-dim // block_d))](
         *partials,
         call.or_dummy(call.gate),
         call.out,

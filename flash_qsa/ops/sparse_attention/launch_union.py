@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
-import triton
 
 from flash_qsa.ops.sparse_attention import tiles as choices
 from flash_qsa.ops.sparse_attention.call import TYPES, Call
@@ -23,16 +20,16 @@ from flash_qsa.ops.sparse_attention.tiles import RowTiles, Segment, UnionTiles
 def launch_union(call: Call, segment: Segment, union: UnionTiles, rows: RowTiles) -> None:
     """Lists, attention over them, and the per-row schedule for the tiles that were left out.
 
-    `rows` are that schedule's tiles; its splits become those of the union.
+    `rows` are that schedule's tiles, with the union's splits.
     """
     heads, dim = call.query.shape[1:]
     kv_heads, page_size = call.keys.shape[1:3]
     num_ids, num_columns = call.block_ids.shape[1], call.page_table.shape[1]
-    tiles = triton.cdiv(segment.end_row - segment.first_row, union.rows)
-    words = max(triton.cdiv(num_columns * page_size, 32 * call.ratio), 1)
+    tiles = -(-(segment.end_row - segment.first_row) // union.rows)
+    words = max(-(-num_columns * page_size // (32 * call.ratio)), 1)
 
     def buffer(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=call.query.device)
+        return call.query.new_empty(shape, dtype=dtype)
 
     bitmap, prefix = buffer(2, union.build_programs, words).unbind(0)
     packed = buffer(union.build_programs, union.capacity, dtype=torch.int64)
@@ -66,7 +63,7 @@ def launch_union(call: Call, segment: Segment, union: UnionTiles, rows: RowTiles
         tiles,
         words,
         union.capacity,
-        *_units(call, union),
+        *_units(call)[:2],
         RATIO=call.ratio,
         PAGE=page_size,
         ROWS=union.rows,
@@ -82,52 +79,47 @@ def launch_union(call: Call, segment: Segment, union: UnionTiles, rows: RowTiles
         # Four programs a processor: the builder waits for memory most of the time.
         **({"maxnreg": 64} if call.target.backend == "cuda" else {}),
     )
-    if union.half:
-        _launch_hopper(call, segment, union, cells, masks, counts, sections, shared)
     partials = allocate_partials(call, segment, union.splits)
-    if not union.half:
+    if union.half:
+        lists = (cells, masks, counts, sections, shared)
+        _launch_hopper(call, segment, union, lists, partials)
+    else:
         _attend_union(call, segment, union, cells, masks, counts, shared, partials)
-    rows = choices.split_ids(replace(rows, splits=union.splits), num_ids, call.ratio)
-    rows = replace(rows, splits=union.splits)
     # Few rows a program, so that tiles left out spread over all processors.
     launch_rows(call, segment, rows, 2 - union.rows % 2, (shared, union.rows), partials)
     launch_merge(call, segment, union.splits, partials)
 
 
-def _units(call: Call, union: UnionTiles) -> tuple[int, int]:
-    """What a page and a token add to a cell: see `kernel_build`."""
-    if not union.half:
-        return call.keys.shape[2], 1
-    unit = choices.offset_unit(call.keys.stride())
-    return call.keys.stride(0) // unit, call.keys.stride(2) // unit
+def _units(call: Call) -> tuple[int, int, int]:
+    """What a page and a token add to a cell (see `kernel_build`), and the elements that it counts:
+    0 where keys and values have no offsets in common that fit int32."""
+    strides = call.keys.stride()
+    unit = choices.offset_unit(strides)
+    if strides != call.values.stride() or call.keys.shape[0] * strides[0] // unit >= 2**31:
+        return call.keys.shape[2], 1, 0
+    return strides[0] // unit, strides[2] // unit, unit
 
 
 def _launch_hopper(
     call: Call,
     segment: Segment,
     union: UnionTiles,
-    cells: torch.Tensor,
-    masks: torch.Tensor,
-    counts: torch.Tensor,
-    sections: torch.Tensor,
-    shared: torch.Tensor,
+    lists: tuple[torch.Tensor, ...],
+    partials: Partials | None,
 ) -> None:
     # Gluon is imported where it runs: older GPUs need only Triton.
     from flash_qsa.ops.sparse_attention.kernel_union_sm90 import union_sm90_kernel
 
     apart = (call.values.data_ptr() - call.keys.data_ptr()) // call.keys.element_size()
-    union_sm90_kernel[(counts.shape[0], call.keys.shape[1])](
+    union_sm90_kernel[(lists[2].shape[0], call.keys.shape[1], union.splits)](
         call.query,
         call.keys,
         call.values,
-        cells,
-        masks,
-        counts,
-        sections,
-        shared,
+        *lists,
         call.or_dummy(call.gate),
         call.out,
         call.or_dummy(call.lse),
+        *(partials or (call.query, call.query)),
         *call.query.stride()[:2],
         call.keys.stride(1),
         call.keys.stride(2),
@@ -138,12 +130,13 @@ def _launch_hopper(
         union.capacity,
         call.scale,
         RATIO=call.ratio,
-        UNIT=choices.offset_unit(call.keys.stride()),
+        UNIT=_units(call)[2],
         VALUES_AT=apart if 0 < apart <= 4096 else 0,
         GROUP=call.group,
         DIM=call.query.shape[2],
         HALF=union.half,
         PRODUCER_REGS=union.producer_regs,
+        SPLITS=union.splits,
         HAS_GATE=call.gate is not None,
         HAS_LSE=call.lse is not None,
         num_warps=4,
@@ -184,6 +177,7 @@ def _attend_union(
         call.scale,
         RATIO=call.ratio,
         PAGE=call.keys.shape[2],
+        UNIT=_units(call)[2],
         GROUP=call.group,
         DIM=dim,
         ROWS=union.rows,

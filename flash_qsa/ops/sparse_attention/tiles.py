@@ -162,6 +162,9 @@ class UnionTiles:
     producer_regs: int = 72
 
 
+BLOCK_UNION = 64
+"""Tokens of a step of the Hopper row-union schedule."""
+
 MAX_SHARE = 16
 """Rows that a 16-bit mask can tell apart."""
 
@@ -223,7 +226,7 @@ def choose_union(
         num_warps=4 if block_m == 64 else 8,
         num_stages=3,
         splits=splits,
-        fixed=precise_exponent and splits == 1,
+        fixed=precise_exponent,
         capacity=-(-capacity // 64) * 64,
         build_programs=min(tiles, 8 * target.processors),
         build_warps=8,
@@ -237,30 +240,41 @@ def offset_unit(strides: tuple[int, ...]) -> int:
 
 
 def choose_hopper(
-    segment: Segment, group: int, dim: int, num_ids: int, ratio: int, target: Target
+    segment: Segment,
+    group: int,
+    kv_heads: int,
+    dim: int,
+    num_ids: int,
+    ratio: int,
+    target: Target,
 ) -> UnionTiles | None:
-    """Tiles of the Hopper row-union schedule for long prefills, or None.
+    """Tiles of the Hopper row-union schedule for prefills and many draft windows, or None.
 
     Its halves take as many rows as a 64-row wgmma tile holds, at most half of a 16-bit mask. Lists
     have room for every row's own blocks: it is faster than the per-row schedule even there.
     """
     half = min(64 // group, MAX_SHARE // 2)
+    window = segment.rows_per_request
+    if window and window % 2 == 0:
+        half = min(half, window // 2)
     rows = 2 * half
-    tiles = -(-(segment.end_row - segment.first_row) // max(rows, 1))
-    if dim not in (128, 256) or half < 2 or 64 % ratio or num_ids == 0:
+    if dim not in (128, 256) or half < 2 or ratio % 2 or 64 % ratio or num_ids == 0:
         return None
-    if segment.rows_per_request or tiles < target.processors:
+    tiles = -(-(segment.end_row - segment.first_row) // rows)
+    if (window and window != rows) or 4 * tiles * kv_heads < target.processors:
         return None
-    capacity = rows * num_ids + rows + 3 * 64
+    steps = num_ids * ratio // BLOCK_UNION
+    splits = max(1, min(target.processors // (tiles * kv_heads), steps // 4))
+    capacity = rows * num_ids + rows + 3 * BLOCK_UNION
     return UnionTiles(
         rows=rows,
         block_m=64,
-        block_n=64,
+        block_n=BLOCK_UNION,
         num_warps=4,
         num_stages=2,
-        splits=1,
+        splits=splits,
         fixed=True,
-        capacity=-(-capacity // 64) * 64,
+        capacity=-(-capacity // BLOCK_UNION) * BLOCK_UNION,
         build_programs=min(tiles, 8 * target.processors),
         build_warps=8,
         half=half,
