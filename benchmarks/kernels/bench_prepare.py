@@ -32,11 +32,14 @@ from flash_qsa.ops.rotary import RopeTable, canonical_positions
 from flash_qsa.targets import TARGETS, device_target
 from flash_qsa.testing.compare import within_bound
 from flash_qsa.testing.inputs import REAL, Shape, make_plan
+from flash_qsa.testing.measure.timing import interleaved
+from flash_qsa.testing.measure.vllm_peer import prepare_call
 from flash_qsa.testing.prepared import assert_prepared, heads_truth, on_cpu
 from flash_qsa.testing.steps import StepProblem, make_step, plan_to
 
 FLOOR_BYTES_PER_US = 4.27e6
 ROTATE_BYTES = 400 << 20
+REPEATS = 15
 ROPE = RopeConfig(theta=1e7, rotary_dim=64, max_positions=32_768, mrope_section=(11, 11, 10))
 CASES = {8192: (1, 8192), 1024: (1, 1024), 128: (128, 1), 1: (1, 1), 16384: (1, 16384)}
 """rows: (requests, rows of each)."""
@@ -44,15 +47,13 @@ CHECKED = {1: (1, 1), 37: (37, 1), 300: (3, 100), 8192: (1, 8192)}
 KINDS = ((True, False), (False, False), (True, True))
 """mRoPE or text, FP8 caches or not."""
 SWEEP = {
-    "q4 w4": Tiles(4, 2, 4, 4),
-    "q8 w4": Tiles(8, 2, 4, 4),
+    "q4 w1": Tiles(4, 2, 4, 1),
+    "q2 w1": Tiles(2, 2, 4, 1),
+    "q1 w1": Tiles(1, 1, 2, 1),
+    "q8 w1": Tiles(8, 2, 4, 1),
     "q8 w2": Tiles(8, 2, 4, 2),
     "q4 w2": Tiles(4, 2, 4, 2),
-    "q2 w1": Tiles(2, 2, 4, 1),
-    "q4 w1": Tiles(4, 2, 4, 1),
-    "q8 w8": Tiles(8, 2, 4, 8),
-    "q16 w4": Tiles(16, 2, 4, 4),
-    "q16 w8": Tiles(16, 2, 4, 8),
+    "q8 w4": Tiles(8, 2, 4, 4),
 }
 
 
@@ -246,30 +247,6 @@ def check_small() -> list[str]:
     return faults
 
 
-def time_calls(calls: dict, reps: int = 15) -> dict[str, float]:
-    """Median microseconds of each named list of closures, interleaved graph replays."""
-    graphs = {}
-    for name, closures in calls.items():
-        for closure in closures:
-            closure()
-        torch.cuda.synchronize()
-        graphs[name] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[name]):
-            for closure in closures:
-                closure()
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for rep in range(reps + 2):
-        for name, graph in graphs.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            if rep >= 2:
-                times[name].append(start.elapsed_time(end) * 1e3 / len(calls[name]))
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
 def host_time(problem: StepProblem) -> float:
     """Median microseconds that a call of the op keeps the host busy."""
     out, times = outputs(problem), []
@@ -289,39 +266,6 @@ def step_bytes(problem: StepProblem) -> int:
     read = 2 * (problem.qkv.shape[1] + problem.index_qk.shape[1]) + 24 + 32
     written = 2 * 2 * shape.heads * shape.head_dim + cell + shape.index_heads * key
     return rows * (read + written) + rows // shape.ratio * key
-
-
-def peer_call(problem: StepProblem):
-    """vLLM's fused kernel on the same inputs."""
-    from vllm.models.qwen4_exp.nvidia.ops.qsa_prepare import qsa_prepare
-
-    plan, shape, caches = problem.plan, problem.shape, problem.caches
-    heads = shape.index_heads * shape.index_dim
-    work = []
-    lens, starts = plan.seq_lens.tolist(), plan.query_start.tolist()
-    for request, length in enumerate(lens):
-        before = length - (starts[request + 1] - starts[request])
-        groups = length // shape.ratio - before // shape.ratio
-        work += [[request, group] for group in range(max(groups, 1))]
-    work = torch.tensor(work, dtype=torch.int32, device="cuda")
-    index_query = torch.empty(
-        plan.num_rows, shape.index_heads, shape.index_dim, device="cuda", dtype=torch.bfloat16
-    )
-
-    def call() -> None:
-        qsa_prepare(
-            problem.index_qk[:, :heads], problem.index_qk[:, heads:], problem.positions,
-            problem.rope.cos_sin, problem.norms.index_query, problem.norms.index_key,
-            problem.norms.eps, index_query, caches.ring, plan.ring_slots, plan.ring_table,
-            plan.query_start, plan.positions, caches.compressed, plan.compressed_slots, work,
-            compress_ratio=shape.ratio, mrope_section=ROPE.mrope_section,
-            rope_pos_offset=shape.index_dim, main_qkv=problem.qkv,
-            main_q_norm_weight=problem.norms.query, main_k_norm_weight=problem.norms.key,
-            main_eps=problem.norms.eps, main_kv_cache=caches.main.transpose(1, 2),
-            main_slot_mapping=plan.main_slots, main_k_scale=1.0, main_v_scale=1.0,
-        )  # fmt: skip
-
-    return call
 
 
 def compile_one(job: tuple) -> None:
@@ -368,10 +312,8 @@ def main() -> int:
     print("correct" if not faults else f"{len(faults)} faults")
     print(f"host: {host_time(make(1, 256, 'cuda', True)):.0f} µs a call, checks included")
     print(f"{'rows':>6} {'which':<13} {'µs':>8} {'floor':>8} {'ratio':>6}")
-    peer = None
     if options.peers:
         sys.path.insert(0, options.peers)
-        peer = peer_call
     for rows, (requests, each) in CASES.items():
         problem = make(requests, each, "cuda", True)
         copies = max(2, min(12, -(-ROTATE_BYTES // step_bytes(problem))))
@@ -393,11 +335,12 @@ def main() -> int:
         ]
         calls["ours, 3 equal"] = [lambda p=p, o=o: launch(p, o) for p, o in zip(level, held)]
         calls["ours, text"] = [lambda p=p, o=o: launch(p, o) for p, o in zip(text, held)]
-        if peer:
-            calls["vLLM"] = [peer(p) for p in problems]
+        if options.peers:
+            calls["vLLM"] = [prepare_call(p) for p in problems]
         floor = step_bytes(problem) / FLOOR_BYTES_PER_US
-        for name, micros in time_calls(calls).items():
-            ratio = micros / floor
+        device = torch.device("cuda")
+        for name, times in interleaved(calls, device, REPEATS, graph=True).items():
+            micros, ratio = times.median_us, times.median_us / floor
             print(f"{rows:>6} {name:<13} {micros:>8.1f} {floor:>8.1f} {ratio:>6.2f}", flush=True)
         del problems, problem, held, calls, text, level
         torch.cuda.empty_cache()

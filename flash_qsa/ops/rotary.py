@@ -24,13 +24,13 @@ def canonical_positions(positions: torch.Tensor) -> torch.Tensor:
     if positions.dim() == 3 and positions.shape[1:] == (1, 3):
         return positions.to(torch.int64)
     if positions.dim() == 1:
-        positions = positions[None]
+        return positions.to(torch.int64)[:, None, None].expand(-1, 1, 3)
     if positions.dim() != 2 or positions.shape[0] not in (1, 3):
         raise ValueError(
             "positions: expected shape [T], [1, T], [3, T] or [T, 1, 3], "
             f"got {list(positions.shape)}"
         )
-    return positions.expand(3, -1).t().to(torch.int64)[:, None, :]
+    return positions.to(torch.int64).t()[:, None].expand(-1, 1, 3)
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,18 @@ Claims:
 * on real head shapes each launch compiles, fits the device's shared memory less 2 KiB and keeps
   everything in registers;
 * projections, outputs and caches are accessed 16 bytes at a time;
-* a launch of other rows, requests or pages is served by the same binary.
+* a launch of other rows, requests or pages is served by the same binary;
+* Turing, which has no BF16 of its own, takes it all the same.
 """
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
+from flash_qsa.checks import FLOAT_DTYPES
 from flash_qsa.config import RopeConfig
 from flash_qsa.launches import record
 from flash_qsa.ops import compress_keys, expand_blocks, plan_rows, store_rows
@@ -32,6 +36,7 @@ KINDS = [
     for target in TARGETS
 ]
 KINDS.append(pytest.param("sm_90", torch.float32, MROPE))
+KINDS += [pytest.param("sm_75", torch.bfloat16, options) for options in ({}, FP8)]
 
 
 def fits(built: list[Compiled]) -> None:
@@ -55,9 +60,8 @@ def test_prepare(target: str, dtype: torch.dtype, options: dict) -> None:
 
 @pytest.mark.parity("P45", "P47")
 @pytest.mark.bug("O-43")
-@pytest.mark.parametrize("target", TARGETS)
-def test_movers(target: str) -> None:
-    dtype = HALF[target]
+@pytest.mark.parametrize(("target", "dtype"), [*HALF.items(), ("sm_75", torch.bfloat16)])
+def test_movers(target: str, dtype: torch.dtype) -> None:
     problem = make_step([9], [5], REAL, dtype=dtype, device="meta", ring_positions=True)
     plan, keys = problem.plan, problem.index_qk[:, -128:]
     rows = torch.empty(5, 1, 128, dtype=dtype, device="meta")
@@ -81,6 +85,21 @@ def test_movers(target: str) -> None:
         "_batch_plan_kernel",
     ]
     fits(built)
+
+
+@pytest.mark.parity("P47")
+@pytest.mark.parametrize("target", ["sm_75", "sm_80"])
+def test_rows_of_every_dtype_are_stored_in_every_cache(target: str) -> None:
+    dtypes = (*FLOAT_DTYPES, torch.uint8)
+    slots = torch.empty(5, dtype=torch.int64, device="meta")
+
+    def call() -> None:
+        for stored, given in itertools.product(dtypes, dtypes):
+            rows = torch.empty(5, 128, dtype=given, device="meta")
+            cache = torch.empty(2, 16, 1, 128, dtype=stored, device="meta")
+            store_rows(cache, slots, rows, backend="triton")
+
+    fits(compile_call(target, call))
 
 
 def test_one_binary_serves_every_step() -> None:

@@ -5,7 +5,15 @@ from __future__ import annotations
 import torch
 
 from flash_qsa import dispatch
-from flash_qsa.checks import Axes, expect_device, expect_dtype, expect_out, expect_positive
+from flash_qsa.checks import (
+    INDEX_DTYPES,
+    INT32,
+    Axes,
+    expect_device,
+    expect_dtype,
+    expect_out,
+    expect_positive,
+)
 
 
 def expand_blocks(
@@ -39,20 +47,21 @@ def expand_blocks(
     axes.shape("block_ids", block_ids, ("T", "K"))
     axes.shape("positions", positions, ("T",))
     axes.shape("visible_blocks", visible_blocks, ("T",))
-    expect_dtype("block_ids", block_ids, (torch.int32,))
-    expect_dtype("positions", positions, (torch.int32, torch.int64))
-    expect_dtype("visible_blocks", visible_blocks, (torch.int32,))
+    expect_dtype("block_ids", block_ids, INT32)
+    expect_dtype("positions", positions, INDEX_DTYPES)
+    expect_dtype("visible_blocks", visible_blocks, INT32)
     expect_positive("compress_ratio", compress_ratio)
-    for name, tensor in (("positions", positions), ("visible_blocks", visible_blocks)):
-        expect_device(name, tensor, block_ids.device)
+    device = block_ids.device
+    expect_device("positions", positions, device)
+    expect_device("visible_blocks", visible_blocks, device)
     rows, top_k = block_ids.shape
     shape = (rows, top_k * compress_ratio + compress_ratio)
     if out is None:
-        out = torch.empty(shape, dtype=torch.int32, device=block_ids.device)
+        out = block_ids.new_empty(shape)
     else:
-        expect_out(out, shape, torch.int32, block_ids.device)
+        expect_out(out, shape, torch.int32, device)
     if rows:
-        dispatch.implementation("expand_blocks", backend, block_ids.device)(
+        dispatch.implementation("expand_blocks", backend, device)(
             block_ids, positions, visible_blocks, compress_ratio, out
         )
     return out

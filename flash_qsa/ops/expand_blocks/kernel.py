@@ -72,15 +72,14 @@ def launch(
 ) -> None:
     """Fills `out` [T, K·C + C]."""
     rows, top_k = block_ids.shape
-    ratio_block = triton.next_power_of_2(ratio)
+    ratio_block = 1 << (ratio - 1).bit_length()
     tiles = choose_tiles(top_k, ratio_block)
     _expand_blocks_kernel[(rows,)](
         block_ids,
         positions,
         visible_blocks,
         out,
-        block_ids.stride(0),
-        block_ids.stride(1),
+        *block_ids.stride(),
         positions.stride(0),
         visible_blocks.stride(0),
         out.stride(0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 
@@ -12,6 +13,7 @@ class Tiles(NamedTuple):
     num_warps: int
 
 
+@functools.lru_cache(maxsize=64)
 def choose_tiles(top_k: int, ratio: int) -> Tiles:
     """At most 4,096 tokens a step, and as few warps as keep them under 16 a lane."""
     blocks = 16

@@ -21,10 +21,10 @@ from flash_qsa.checks import (
     expect_device,
     expect_dtype,
     expect_out,
+    expect_placed,
     expect_scale,
 )
 from flash_qsa.ops.compress_keys.ring_rows import stores_positions
-from flash_qsa.ops.fp8 import is_fp8
 from flash_qsa.ops.rotary import RopeTable, canonical_positions
 from flash_qsa.plan import BatchPlan
 
@@ -100,28 +100,30 @@ def prepare(
     axes = Axes()
     axes.shape("qkv", qkv, ("T", "qkv width"))
     axes.shape("index_qk", index_qk, ("T", "index width"))
-    axes.shape("caches.main", caches.main, ("P", "Hkv", "S", "2·D"))
-    axes.shape("caches.compressed", caches.compressed, ("P'", "S/C", 1, "Di"))
-    axes.shape("caches.ring", caches.ring, ("slots", "capacity", 1, "width"))
+    main, compressed, ring = caches
+    axes.shape("caches.main", main, ("P", "Hkv", "S", "2·D"))
+    axes.shape("caches.compressed", compressed, ("P'", "S/C", 1, "Di"))
+    axes.shape("caches.ring", ring, ("slots", "capacity", 1, "width"))
+    dtype, device, cos_sin = qkv.dtype, qkv.device, rope.cos_sin
     expect_dtype("qkv", qkv, FLOAT_DTYPES)
-    activation = (qkv.dtype,)
+    activation, stored = (dtype,), (dtype, *E4M3_DTYPES)
     expect_dtype("index_qk", index_qk, activation)
-    expect_dtype("rope.cos_sin", rope.cos_sin, activation)
-    expect_dtype("caches.main", caches.main, (*activation, *E4M3_DTYPES))
-    expect_dtype("caches.compressed", caches.compressed, (*activation, *E4M3_DTYPES))
-    expect_dtype("caches.ring", caches.ring, activation)
-    head_dim, index_dim = caches.main.shape[3] // 2, caches.compressed.shape[3]
-    for name, size in (("index_query", index_dim), ("index_key", index_dim)):
-        axes.shape(f"norms.{name}", getattr(norms, name), (size,))
-    for name, size in (("query", head_dim), ("key", head_dim)):
-        axes.shape(f"norms.{name}", getattr(norms, name), (size,))
-    tensors = {"index_qk": index_qk, "positions": positions, "rope.cos_sin": rope.cos_sin}
-    tensors |= {f"caches.{name}": cache for name, cache in caches._asdict().items()}
-    for name, tensor in tensors.items():
-        expect_device(name, tensor, qkv.device)
-    for name, tensor in {"qkv": qkv, **tensors}.items():
-        if name != "positions":
-            expect_contiguous_last(name, tensor)
+    expect_dtype("rope.cos_sin", cos_sin, activation)
+    expect_dtype("caches.main", main, stored)
+    expect_dtype("caches.compressed", compressed, stored)
+    expect_dtype("caches.ring", ring, activation)
+    head_dim, index_dim = main.shape[3] // 2, axes["Di"]
+    axes.shape("norms.index_query", norms.index_query, (index_dim,))
+    axes.shape("norms.index_key", norms.index_key, (index_dim,))
+    axes.shape("norms.query", norms.query, (head_dim,))
+    axes.shape("norms.key", norms.key, (head_dim,))
+    expect_device("positions", positions, device)
+    expect_contiguous_last("qkv", qkv)
+    expect_placed("index_qk", index_qk, device)
+    expect_placed("rope.cos_sin", cos_sin, device)
+    expect_placed("caches.main", main, device)
+    expect_placed("caches.compressed", compressed, device)
+    expect_placed("caches.ring", ring, device)
     heads = _head_count("qkv", axes["qkv width"] - 2 * axes["Hkv"] * head_dim, 2 * head_dim)
     if heads % axes["Hkv"]:
         raise ValueError(f"qkv: {heads} query heads are not a multiple of {axes['Hkv']} KV heads")
@@ -130,7 +132,7 @@ def prepare(
         raise ValueError(
             f"rope: {rope.rotary_dim} rotary dims exceed a head of {min(head_dim, index_dim)}"
         )
-    rows, ratio = qkv.shape[0], plan.compress_ratio
+    rows, ratio = axes["T"], plan.compress_ratio
     canonical = canonical_positions(positions)
     if canonical.shape[0] != rows:
         raise ValueError(f"positions: expected {rows} rows, got {canonical.shape[0]}")
@@ -145,24 +147,24 @@ def prepare(
         raise ValueError(
             f"caches.ring: capacity {axes['capacity']}, the plan was built for {plan.ring_capacity}"
         )
-    stores_positions(axes["width"], index_dim, caches.ring.dtype)
-    for name, value in (("k_scale", k_scale), ("v_scale", v_scale)):
-        expect_scale(name, value, caches.main.dtype, qkv.device)
+    stores_positions(axes["width"], index_dim, dtype)
+    expect_scale("k_scale", k_scale, main.dtype, device)
+    expect_scale("v_scale", v_scale, main.dtype, device)
 
     main_shape, index_shape = (rows, heads, head_dim), (rows, index_heads, index_dim)
-    index_dtype = caches.compressed.dtype if is_fp8(caches.compressed.dtype) else qkv.dtype
+    index_dtype = compressed.dtype
     if out is None:
         out = Prepared(
             qkv.new_empty(main_shape),
             qkv.new_empty(main_shape),
-            torch.empty(index_shape, dtype=index_dtype, device=qkv.device),
+            qkv.new_empty(index_shape, dtype=index_dtype),
         )
     else:
-        expect_out(out.query, main_shape, qkv.dtype, qkv.device)
-        expect_out(out.gate, main_shape, qkv.dtype, qkv.device)
-        expect_out(out.index_query, index_shape, index_dtype, qkv.device)
+        expect_out(out.query, main_shape, dtype, device)
+        expect_out(out.gate, main_shape, dtype, device)
+        expect_out(out.index_query, index_shape, index_dtype, device)
     if rows:
-        dispatch.implementation("prepare", backend, qkv.device)(
+        dispatch.implementation("prepare", backend, device)(
             qkv, index_qk, canonical, rope, norms, caches, plan, k_scale, v_scale, out
         )
     return out

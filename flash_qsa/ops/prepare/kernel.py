@@ -6,9 +6,10 @@ members are in this step. A program a request pools the group that was open befo
 step closes it, and then commits the step's raw keys to the ring. That group is the only one that
 needs ring rows, so whoever overwrites them has read them.
 
-Reads and writes about 2 · (qkv + index_qk) bytes and nothing else of size: rotation partners,
-cosines and weights come from L1. Everything about a row is a scalar, and every tile is loaded in
-the lanes that use it, so nothing passes through shared memory but the sums of squares of a group.
+Reads and writes about 2 · (qkv + index_qk) bytes and nothing else of size: pairs that turn, cosines
+and weights come from L1. Everything about a row is a scalar, a program is one warp, and every tile
+is loaded in the lanes that use it: nothing has to change lanes but sums of squares. The loads of
+heads go out together, before anything waits for the row's position.
 """
 
 from __future__ import annotations
@@ -27,14 +28,13 @@ from flash_qsa.ops.device import (
     Heads,
     Positions,
     Ring,
-    Rope,
-    Table,
     step_position,
 )
 from flash_qsa.ops.fp8 import as_bytes, is_fp8
 from flash_qsa.ops.prepare.api import Caches, Norms, Prepared
 from flash_qsa.ops.prepare.kernel_groups import commit_ring, store_closed_group, store_open_group
 from flash_qsa.ops.prepare.kernel_heads import index_queries, keys_values, queries_gates
+from flash_qsa.ops.prepare.kernel_rotary import Rope, Table
 from flash_qsa.ops.prepare.tiles import Tiles, choose_tiles
 from flash_qsa.ops.rotary import RopeTable
 from flash_qsa.plan import BatchPlan
@@ -112,7 +112,6 @@ class Sizes(NamedTuple):
 def _prepare_kernel(
     qkv,
     index,
-    keys,
     positions,
     table,
     weights,
@@ -134,6 +133,8 @@ def _prepare_kernel(
     TILES: tl.constexpr,
 ):
     pid = tl.program_id(0)
+    # the raw key lies behind the index query heads
+    keys = Heads(index.ptr + SIZES.index_heads * SIZES.index_dim, index.stride)
     if pid < requests:
         start = tl.load(plan.query_start + pid)
         end = tl.load(plan.query_start + pid + 1)
@@ -171,7 +172,17 @@ def _prepare_kernel(
         if part > 1:
             first = (part - 2) * QUERIES
             queries_gates(
-                qkv, table, weights, query_out, gate_out, row, at, first, QUERIES, SIZES, STEP_ROPE
+                qkv,
+                table,
+                weights,
+                query_out,
+                gate_out,
+                row,
+                at,
+                first,
+                QUERIES,
+                SIZES,
+                STEP_ROPE,
             )
         elif part == 1:
             for head in tl.static_range(0, KV_HEADS, KEYS):
@@ -283,6 +294,8 @@ def _constants(
     index_block = max(4, triton.next_power_of_2(index_dim))  # covers a ring key's alignment gap
     has_positions = stores_positions(width, index_dim, dtype)
     position_at = position_offset(index_dim, dtype) if has_positions else index_dim
+    half = rotary_dim // 2
+    pairs = triton.next_power_of_2(half)
     axes = "one" if section is None else "interleaved" if interleaved else "runs"
     sizes = Sizes(
         heads,
@@ -301,7 +314,7 @@ def _constants(
     )
     return (
         sizes,
-        Rope(rotary_dim // 2, neox, axes, *(section or (0, 0, 0)), packed),
+        Rope(half, pairs, neox, axes, *(section or (0, 0, 0)), packed),
         Groups(ratio, capacity, index_dim, index_block, position_at, has_positions),
         choose_tiles(heads, kv_heads, index_heads, block, index_block),
     )
@@ -327,16 +340,16 @@ def _operands(
     main, compressed = as_bytes(caches.main), as_bytes(caches.compressed)
     index_query = as_bytes(out.index_query)
     ring = caches.ring.view(torch.int32 if qkv.element_size() == 4 else torch.int16)
-    keys = index_qk[:, index_query.shape[1] * index_query.shape[2] :]
     table = rope.cos_sin
-    main_cells, key_cells = main.shape[0] * main.shape[2], compressed.shape[0] * compressed.shape[1]
+    (pages, _, page, _), (key_pages, page_groups, _, _) = main.shape, compressed.shape
+    page_stride, head_stride, row_stride, _ = main.stride()
+    key_page_stride, key_stride = compressed.stride()[:2]
     return (
         Heads(qkv, qkv.stride(0)),
         Heads(index_qk, index_qk.stride(0)),
-        Heads(keys, keys.stride(0)),
         Positions(positions, positions.stride(0)),
         Table(table, table.stride(0), table.shape[0]),
-        Weights(norms.index_query, norms.index_key, norms.query, norms.key, norms.eps),
+        Weights(*norms),
         Plan(
             plan.query_start.contiguous(),
             plan.seq_lens.contiguous(),
@@ -348,10 +361,10 @@ def _operands(
             plan.compressed_slots.contiguous(),
             plan.ring_slots.contiguous(),
         ),
-        Cells(main, main.stride(0), main.stride(2), main.stride(1), main_cells),
-        Cells(compressed, compressed.stride(0), compressed.stride(1), 0, key_cells),
-        Ring(ring, ring.stride(0), ring.stride(1), ring.shape[0]),
-        Output(out.query, out.query.stride(0), out.query.stride(1)),
-        Output(out.gate, out.gate.stride(0), out.gate.stride(1)),
-        Output(index_query, index_query.stride(0), index_query.stride(1)),
+        Cells(main, page_stride, row_stride, head_stride, pages * page),
+        Cells(compressed, key_page_stride, key_stride, 0, key_pages * page_groups),
+        Ring(ring, *ring.stride()[:2], ring.shape[0]),
+        Output(out.query, *out.query.stride()[:2]),
+        Output(out.gate, *out.gate.stride()[:2]),
+        Output(index_query, *index_query.stride()[:2]),
     )

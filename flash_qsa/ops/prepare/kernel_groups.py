@@ -5,14 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flash_qsa.ops.device import (
-    norm_and_rotate,
-    pool_group,
-    ring_position,
-    rotary_channels,
-    step_position,
-    to_cache,
-)
+from flash_qsa.ops.device import pool_group, ring_position, step_position, to_cache
+from flash_qsa.ops.prepare.kernel_heads import store_heads
+from flash_qsa.ops.prepare.kernel_rotary import norm_and_rotate, rotary_pairs
 
 
 @triton.jit
@@ -26,7 +21,7 @@ def _store_group(
     position,
     cache_slot,
     SIZES: tl.constexpr,
-    ROPE,
+    ROPE: tl.constexpr,
     GROUPS,
     HAS_RING,
 ):
@@ -35,19 +30,23 @@ def _store_group(
     PAGE: tl.constexpr = SIZES.page_groups
     dtype: tl.constexpr = keys.ptr.dtype.element_ty
     d = tl.arange(0, SIZES.index_block)
-    partner, _, _, rotates = rotary_channels(SIZES.index_block, ROPE)
+    first, second, paired = rotary_pairs(ROPE.pairs, ROPE)
     unread = (d >= DIM).to(tl.int32)[None, :]
     pooled = pool_group(keys, ring, group, d[None, :], unread, GROUPS, HAS_RING)
-    # pooled again from L1: the partners' registers belong to other lanes
-    unread = 1 - rotates.to(tl.int32)[None, :]
-    partners = pool_group(keys, ring, group, partner[None, :], unread, GROUPS, HAS_RING)
+    # pooled again from L1: the pairs' registers belong to other lanes
+    unread = 1 - paired.to(tl.int32)[None, :]
+    a = pool_group(keys, ring, group, first[None, :], unread, GROUPS, HAS_RING)
+    b = pool_group(keys, ring, group, second[None, :], unread, GROUPS, HAS_RING)
     weight_ptr = weights.index_key
     eps = weights.eps
-    key = norm_and_rotate(pooled, partners, weight_ptr, eps, table, position, DIM, ROPE, dtype)
+    y, a, b = norm_and_rotate(pooled, a, b, weight_ptr, eps, table, position, DIM, ROPE, dtype)
     cell = cache_slot // PAGE * cache.stride_page
     cell += cache_slot % PAGE * cache.stride_row
-    at = cache.ptr + cell + d[None, :]
-    tl.store(at, to_cache(key, SIZES.index_is_fp8, dtype), mask=(d < DIM)[None, :])
+    at = cache.ptr + cell + tl.zeros((1, 1), dtype=tl.int32)
+    live = tl.full((1, 1), 1, tl.int1)
+    FP8: tl.constexpr = SIZES.index_is_fp8
+    y, a, b = to_cache(y, FP8, dtype), to_cache(a, FP8, dtype), to_cache(b, FP8, dtype)
+    store_heads(at, live, y, a, b, DIM, ROPE)
 
 
 @triton.jit

@@ -8,11 +8,15 @@ from flash_qsa import dispatch
 from flash_qsa.checks import (
     E4M3_DTYPES,
     FLOAT_DTYPES,
+    INDEX_DTYPES,
     Axes,
     expect_contiguous_last,
     expect_device,
     expect_dtype,
+    expect_placed,
 )
+
+STORED_DTYPES = (*FLOAT_DTYPES, *E4M3_DTYPES)
 
 
 def store_rows(
@@ -34,15 +38,16 @@ def store_rows(
     axes = Axes()
     axes.shape("cache", cache, ("P", "S", 1, "W"))
     axes.shape("slots", slots, ("T",))
-    axes.shape("rows", rows, ("T", "W") if rows.dim() == 2 else ("T", 1, "W"))
-    expect_dtype("cache", cache, (*FLOAT_DTYPES, *E4M3_DTYPES))
-    expect_dtype("slots", slots, (torch.int32, torch.int64))
-    expect_dtype("rows", rows, (*FLOAT_DTYPES, *E4M3_DTYPES))
-    for name, tensor in (("slots", slots), ("rows", rows)):
-        expect_device(name, tensor, cache.device)
-    for name, tensor in (("cache", cache), ("rows", rows)):
-        expect_contiguous_last(name, tensor)
+    flat = rows.dim() == 2
+    axes.shape("rows", rows, ("T", "W") if flat else ("T", 1, "W"))
+    expect_dtype("cache", cache, STORED_DTYPES)
+    expect_dtype("slots", slots, INDEX_DTYPES)
+    expect_dtype("rows", rows, STORED_DTYPES)
+    expect_device("slots", slots, cache.device)
+    expect_contiguous_last("cache", cache)
+    expect_placed("rows", rows, cache.device)
     if slots.shape[0] == 0:
         return
-    rows = rows.view(rows.shape[0], rows.shape[-1]) if rows.dim() == 2 else rows[:, 0]
+    if not flat:
+        rows = rows[:, 0]
     dispatch.implementation("store_rows", backend, cache.device)(cache, slots, rows)

@@ -1,7 +1,8 @@
 """store_rows in Triton: one program moves a tile of rows × columns. Mirrors `reference.py`.
 
 Reads and writes each stored row once; skipped rows cost their slot alone. Equal dtypes are moved as
-integers, bit for bit; FP8 is written as bytes, so every device stores the same bits.
+integers, bit for bit; FP8 is written as bytes, so every device stores the same bits. Others pass
+through FP32: Triton 3.9 compiles no FP16 to BF16 for Turing, but FP32 to BF16.
 """
 
 from __future__ import annotations
@@ -42,9 +43,11 @@ def _store_rows_kernel(
     # [ROWS, COLUMNS]
     x = tl.load(rows_ptr + (row * rows_stride)[:, None] + column[None, :], mask=mask, other=0)
     if FROM_FP8 and not TO_FP8:
-        x = e4m3_to_fp16(x)
+        x = e4m3_to_fp16(x).to(tl.float32)
     elif TO_FP8 and not FROM_FP8:
         x = e4m3_from_fp32(x.to(tl.float32))
+    elif x.dtype.is_floating():
+        x = x.to(tl.float32)
     cell = slot // PAGE * cache_stride_page + slot % PAGE * cache_stride_cell
     at = cache_ptr + cell[:, None] + column[None, :]
     tl.store(at, x.to(cache_ptr.dtype.element_ty), mask=mask)
@@ -61,8 +64,8 @@ def launch(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None
         integers = torch.int32 if cache.element_size() == 4 else torch.int16
         cache_bits, row_bits = cache.view(integers), rows.view(integers)
     tiles = choose_tiles(count, width)
-    grid = (triton.cdiv(count, tiles.rows) * triton.cdiv(width, tiles.columns),)
-    _store_rows_kernel[grid](
+    programs = -(-count // tiles.rows) * -(-width // tiles.columns)
+    _store_rows_kernel[(programs,)](
         cache_bits,
         slots.contiguous(),
         row_bits,

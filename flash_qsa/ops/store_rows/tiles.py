@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 
@@ -13,6 +14,7 @@ class Tiles(NamedTuple):
     num_warps: int
 
 
+@functools.lru_cache(maxsize=64)
 def choose_tiles(rows: int, width: int) -> Tiles:
     """Tiles of at most 2,048 elements; narrow caches take more rows, few rows take one each."""
     columns = 16
