@@ -83,7 +83,7 @@ demo: $(RUNTIME)
 	$(CLI) demo $(if $(MODEL),--model $(MODEL)) $(if $(PROMPT_FILE),--prompt-file $(PROMPT_FILE)) $(ARGS)
 
 bench: $(INSTALLED)
-	$(RUN) benchmarks/cpu_layer.py $(ARGS)
+	$(RUN) benchmarks/layer.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

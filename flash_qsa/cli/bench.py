@@ -24,6 +24,7 @@ FIELDS = (
     "median_us",
     "p20_us",
     "p80_us",
+    "host_us",
     "floor_us",
     "rows",
     "context",

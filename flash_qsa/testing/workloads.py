@@ -32,9 +32,13 @@ def _k(tokens: int) -> str:
     return f"{tokens // 1024}k" if tokens < 1 << 20 else f"{tokens >> 20}m"
 
 
-def _decode(batch: int, context: int, rows: int = 1) -> Workload:
-    kind = "decode" if rows == 1 else f"verify{rows}"
-    return Workload(f"{kind}-b{batch}-{_k(context)}", batch, rows, context)
+def _decode(batch: int, context: int) -> Workload:
+    return Workload(f"decode-b{batch}-{_k(context)}", batch, 1, context)
+
+
+def _verify(batch: int, context: int, overlap: float, rows: int = 4) -> Workload:
+    name = f"verify{rows}-b{batch}-{_k(context)}-corr{overlap:g}"
+    return Workload(name, batch, rows, context, overlap)
 
 
 def _prefill(rows: int, context: int, overlap: float) -> Workload:
@@ -52,23 +56,42 @@ DECODE = tuple(
     }.items()
     for context in contexts
 )
-DRAFT_VERIFY = tuple(_decode(b, n, rows=4) for b in (8, 32) for n in (32768, 262144))
+DRAFT_VERIFY = tuple(
+    _verify(batch, context, overlap)
+    for overlap in (0.97, 0.0)
+    for batch in (8, 32)
+    for context in (32768, 262144)
+)
+"""Rows of one draft window choose alike; those of correlation 0 are the worst case."""
+
 PREFILL = tuple(
     _prefill(8192, context, overlap)
     for context in (8192, 32768, 131072, 262144)
     for overlap in (0.99, 0.97, 0.0)
 )
+SHORT_PREFILL = (_prefill(1024, 8192, 0.97),)
 LONG_PREFILL = (_prefill(16384, 1 << 20, 0.97),)
-TP4_SHAPE = replace(REAL, heads=REAL.heads // 4, kv_heads=1)
-TP4 = tuple(
-    replace(workload, name=f"tp4-{workload.name}", shape=TP4_SHAPE)
-    for workload in (
+
+
+def _rank(ranks: int, *workloads: Workload) -> tuple[Workload, ...]:
+    """What one of `ranks` does: its share of the query heads, of the KV heads no less than one,
+    which others then hold too, and the whole indexer."""
+    kv_heads = max(REAL.kv_heads // ranks, 1)
+    shape = replace(REAL, heads=REAL.heads // ranks, kv_heads=kv_heads)
+    return tuple(
+        replace(workload, name=f"tp{ranks}-{workload.name}", shape=shape) for workload in workloads
+    )
+
+
+TENSOR_PARALLEL = (
+    *_rank(2, _decode(32, 32768), _prefill(8192, 32768, 0.97)),
+    *_rank(
+        4,
         *(_decode(batch, context) for batch in (8, 32) for context in (32768, 131072)),
         *(_prefill(8192, context, 0.97) for context in (32768, 131072)),
-    )
+    ),
+    *_rank(8, _decode(32, 32768), _prefill(8192, 32768, 0.97)),
 )
-"""One rank of four: a quarter of the query heads, one KV head, the whole indexer."""
-
 FP8_INDEX = tuple(
     replace(workload, name=f"fp8index-{workload.name}", fp8_index=True)
     for workload in (_decode(8, 131072), _decode(32, 131072), _prefill(8192, 131072, 0.97))
@@ -82,5 +105,14 @@ CPU = (
 
 WORKLOADS = {
     workload.name: workload
-    for workload in (*DECODE, *DRAFT_VERIFY, *PREFILL, *LONG_PREFILL, *TP4, *FP8_INDEX, *CPU)
+    for workload in (
+        *DECODE,
+        *DRAFT_VERIFY,
+        *PREFILL,
+        *SHORT_PREFILL,
+        *LONG_PREFILL,
+        *TENSOR_PARALLEL,
+        *FP8_INDEX,
+        *CPU,
+    )
 }

@@ -53,6 +53,7 @@ def test_every_line_has_every_field(fixed_rates):
     ]
     assert all(row["p20_us"] <= row["median_us"] <= row["p80_us"] for row in rows)
     assert {(row["rows"], row["batch"], row["context"]) for row in rows} == {(6, 2, 101)}
+    assert {row["host_us"] for row in rows} == {None}  # nothing apart from the time itself
 
 
 def test_an_fp8_index_is_gated_and_costs_half_the_key_bytes(fixed_rates):
@@ -102,6 +103,18 @@ def test_unknown_names_are_refused(options):
 
 def test_list_names_every_workload():
     assert runner.invoke(app, ["bench", "--list"]).output.split() == list(WORKLOADS)
+
+
+def test_names_say_what_a_workload_is():
+    for name, workload in WORKLOADS.items():
+        assert name == workload.name
+        if "corr" in name:
+            assert workload.overlap == float(name.rsplit("corr", 1)[1])
+        assert ("verify4" in name) == (workload.rows == 4)
+        ranks = int(name[2]) if name.startswith("tp") else 1
+        shape = workload.shape
+        assert (shape.heads, shape.kv_heads) == (24 // ranks, max(2 // ranks, 1))
+        assert shape.index_heads == 4
 
 
 def test_floor_of_selection_skips_rows_that_take_everything():

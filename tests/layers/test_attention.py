@@ -344,7 +344,7 @@ def test_scales_survive_a_change_of_dtype() -> None:
 def test_a_layer_from_the_meta_device(packed: bool) -> None:
     options = {"max_batched_tokens": 3, "pack_projections": packed}
     made = make_layer(**options)
-    shell = QSAAttention(small_config(), device="meta", **options)
+    shell = QSAAttention(small_config(), device="meta", **options).requires_grad_(False)
     assert all(t.is_meta for t in shell.state_dict().values())
     shell.to_empty(device="cpu").load_state_dict(made.state_dict())
     assert shell.k_scale.item() == shell.v_scale.item() == 1

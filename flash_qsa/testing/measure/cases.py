@@ -12,10 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn.attention.bias import causal_lower_right
 
-from flash_qsa.config import RopeConfig
-from flash_qsa.ops import prepare, select_blocks, sparse_attention
-from flash_qsa.ops.prepare.api import Caches, Norms, Prepared
-from flash_qsa.ops.rotary import RopeTable
+from flash_qsa.ops import select_blocks, sparse_attention
+from flash_qsa.ops.prepare.api import Prepared
 from flash_qsa.testing.compare import (
     attention_truth,
     selection_faults,
@@ -23,6 +21,7 @@ from flash_qsa.testing.compare import (
     within_bound,
 )
 from flash_qsa.testing.inputs import Problem
+from flash_qsa.testing.measure.problem import step_problem
 from flash_qsa.testing.measure.timing import Run
 from flash_qsa.testing.selfcheck import Setting, run_stages
 
@@ -71,28 +70,14 @@ def attend(problem: Problem, block_ids: torch.Tensor, backend: str) -> torch.Ten
 
 
 def prepare_step(problem: Problem, ids: torch.Tensor, backend: str) -> Run:
-    """The whole of `prepare` for the problem's rows, into the problem's own caches."""
-    plan, shape = problem.plan, problem.shape
-    rows, device, dtype = plan.num_rows, problem.query.device, problem.query.dtype
-
-    def draw(*sizes: int) -> torch.Tensor:
-        return torch.randn(*sizes, device=device, dtype=dtype)
-
-    config = RopeConfig(theta=1e7, rotary_dim=shape.index_dim // 2, max_positions=plan.max_seq_len)
-    rope = RopeTable.from_config(config, dtype, device)
-    norms = Norms(*(draw(d) for d in (shape.index_dim,) * 2 + (shape.head_dim,) * 2), 1e-6)
-    ring = draw(plan.num_requests, plan.ring_capacity, 1, shape.index_dim)
-    caches = Caches(problem.kv_cache.clone(), problem.key_cache.clone(), ring)
-    qkv = draw(rows, (shape.heads + shape.kv_heads) * 2 * shape.head_dim)
-    index_qk = draw(rows, (shape.index_heads + 1) * shape.index_dim)
+    """The whole of `prepare` for the problem's rows, into caches of its own."""
+    step = step_problem(problem)
     out = Prepared(
         torch.empty_like(problem.query),
         torch.empty_like(problem.query),
         torch.empty_like(problem.index_query),
     )
-    return lambda: prepare(
-        qkv, index_qk, plan.positions, rope, norms, caches, plan, out=out, backend=backend
-    )
+    return lambda: step.run(out=out, backend=backend)
 
 
 OURS: dict[str, Callable[[Problem, torch.Tensor, str], Run]] = {
@@ -105,12 +90,18 @@ OURS: dict[str, Callable[[Problem, torch.Tensor, str], Run]] = {
 }
 
 
+MAX_DENSE_PAIRS = 1 << 30
+"""Row-token pairs up to which dense attention is timed: 8,192 rows at 128K; more take seconds."""
+
+
 def dense(problem: Problem, ids: torch.Tensor) -> Run | None:
     """PyTorch's scaled_dot_product_attention over the whole context: what QSA replaces.
 
     It reads contiguous keys and values, gathered outside the measurement: no pages to follow.
     """
     plan, shape = problem.plan, problem.shape
+    if plan.num_rows * plan.max_seq_len > MAX_DENSE_PAIRS:
+        return None
     requests, rows, length = plan.num_requests, plan.max_query_len, plan.max_seq_len
     token = torch.arange(length, device=problem.query.device)
     pages = plan.page_table.long()[:, token // shape.page_size]

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from flash_qsa.config import RopeConfig
 from flash_qsa.ops.fp8 import to_storage
+from flash_qsa.ops.prepare.api import Caches, Norms
+from flash_qsa.ops.rotary import RopeTable
 from flash_qsa.testing.inputs import Problem, make_plan
+from flash_qsa.testing.steps import StepProblem
 from flash_qsa.testing.workloads import Workload
 
 MAX_DRAFT_ROWS = 16
@@ -53,6 +57,33 @@ def workload_problem(
         ),
         draw(pages, shape.kv_heads, shape.page_size, 2 * shape.head_dim),
         to_storage(draw(pages, shape.page_size // shape.ratio, 1, shape.index_dim), index_dtype),
+    )
+
+
+def step_problem(problem: Problem) -> StepProblem:
+    """What `prepare` takes for the rows of `problem`: random projections and norms, text positions,
+    and caches of its own, so that the problem's stay as they are."""
+    plan, shape = problem.plan, problem.shape
+    device, dtype = problem.query.device, problem.query.dtype
+
+    def draw(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, device=device, dtype=dtype)
+
+    rope = RopeConfig(theta=1e7, rotary_dim=shape.index_dim // 2, max_positions=plan.max_seq_len)
+    return StepProblem(
+        shape,
+        draw(plan.num_rows, (shape.heads + shape.kv_heads) * 2 * shape.head_dim),
+        draw(plan.num_rows, (shape.index_heads + 1) * shape.index_dim),
+        plan.positions,
+        RopeTable.from_config(rope, dtype, device),
+        Norms(*(draw(d) for d in (shape.index_dim,) * 2 + (shape.head_dim,) * 2), 1e-6),
+        Caches(
+            problem.kv_cache.clone(),
+            problem.key_cache.clone(),
+            draw(plan.num_requests, plan.ring_capacity, 1, shape.index_dim),
+        ),
+        plan,
+        [],
     )
 
 

@@ -5,25 +5,41 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 
 Run = Callable[[], object]
 
+SPIN_MARGIN_US = 200.0
+"""Spinning beyond what the calls cost the host: the clock of the device may rise meanwhile."""
+
+MIN_ROUNDS, MAX_SECONDS = 5, 3.0
+"""Rounds that are always timed, and the time after which no other one begins."""
+
+MAX_SPIN_US = 50_000.0
+"""A turn that the host cannot issue within this waits for the device itself: nothing hides it."""
+
 
 @dataclass(frozen=True)
 class Times:
-    """Microseconds of one call: median and the 20th and 80th percentile."""
+    """Microseconds of one call: median and the 20th and 80th percentile.
+
+    host_us: median time that issuing one call takes the host, without waiting for the device; None
+    where nothing was issued call by call (graph replays, calls on the CPU).
+    """
 
     median_us: float
     p20_us: float
     p80_us: float
+    host_us: float | None = None
 
     @classmethod
-    def of(cls, samples: Sequence[float]) -> Times:
+    def of(cls, samples: Sequence[float], host: Sequence[float] = ()) -> Times:
         at = torch.tensor(samples, dtype=torch.float64)
         quantiles = at.quantile(torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64))
-        return cls(*(round(value, 2) for value in quantiles.tolist()))
+        issued = round(median(host), 2) if host else None
+        return cls(*(round(value, 2) for value in quantiles.tolist()), issued)
 
 
 def interleaved(
@@ -31,50 +47,117 @@ def interleaved(
 ) -> dict[str, Times]:
     """Times every implementation `repeats` times, taking turns, after one warm-up round.
 
+    Slow ones are timed less often: no round begins after MAX_SECONDS, once there are MIN_ROUNDS.
+
+    On a CUDA device events give the time, and the host is not measured: either a graph is replayed,
+    or the stream spins until the host has issued all calls of a turn, as the queue of a model that
+    runs ahead of its device would make it wait.
+
     Args:
         runs: implementation → one callable for each copy of the inputs. Rotating through copies
             keeps a small problem from living in the cache of the device.
-        graph: on a CUDA device, replay a captured graph of all copies: no launch overhead of the
-            host is measured. Callables must then be free of host synchronisation.
+        graph: on a CUDA device, replay a captured graph of all copies. Callables must then be free
+            of host synchronisation.
     """
+    timers: dict[str, HostTimer | GraphTimer | EagerTimer]
     if device.type != "cuda":
-        timers = {name: _host_timer(calls) for name, calls in runs.items()}
+        timers = {name: HostTimer(calls) for name, calls in runs.items()}
     elif graph:
-        timers = {
-            name: _device_timer([_captured(calls)], len(calls)) for name, calls in runs.items()
-        }
+        timers = {name: GraphTimer(calls) for name, calls in runs.items()}
     else:
-        timers = {name: _device_timer(calls, len(calls)) for name, calls in runs.items()}
+        timers = {name: EagerTimer(calls) for name, calls in runs.items()}
     samples: dict[str, list[float]] = {name: [] for name in runs}
     for timer in timers.values():
-        timer()
-    for _ in range(repeats):
+        timer.turn()
+    for timer in timers.values():
+        timer.host.clear()
+    began = time.perf_counter()
+    for turn in range(repeats):
+        if turn >= MIN_ROUNDS and time.perf_counter() - began > MAX_SECONDS:
+            break
         for name, timer in timers.items():
-            samples[name].append(timer())
-    return {name: Times.of(values) for name, values in samples.items()}
+            samples[name].append(timer.turn())
+    return {name: Times.of(values, timers[name].host) for name, values in samples.items()}
 
 
-def _host_timer(calls: Sequence[Run]) -> Callable[[], float]:
-    def timer() -> float:
-        began = time.perf_counter()
-        for call in calls:
-            call()
-        return (time.perf_counter() - began) * 1e6 / len(calls)
+class HostTimer:
+    """Calls that are over when they return: the clock of the host times a turn."""
 
-    return timer
+    def __init__(self, calls: Sequence[Run]) -> None:
+        self.calls = calls
+        self.host: list[float] = []
+
+    def turn(self) -> float:
+        """Microseconds of one call."""
+        return _issue(self.calls)
 
 
-def _device_timer(calls: Sequence[Run], count: int) -> Callable[[], float]:
-    def timer() -> float:
+class GraphTimer:
+    """One captured graph of all calls; events of the device time a replay."""
+
+    def __init__(self, calls: Sequence[Run]) -> None:
+        self.replay, self.count = _captured(calls), len(calls)
+        self.host: list[float] = []
+
+    def turn(self) -> float:
+        """Microseconds of one call."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        for call in calls:
-            call()
+        self.replay()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) * 1e3 / count
+        return start.elapsed_time(end) * 1e3 / self.count
 
-    return timer
+
+class EagerTimer:
+    """Calls issued one by one behind a spin of the device, so that it never waits for the host.
+
+    host: microseconds of the host for one call of each turn.
+    """
+
+    def __init__(self, calls: Sequence[Run]) -> None:
+        self.calls = calls
+        self.host: list[float] = []
+        _issue(calls)  # compiles
+        torch.cuda.synchronize()
+        self.spin_us = 1.5 * _issue(calls) * len(calls) + SPIN_MARGIN_US
+        torch.cuda.synchronize()
+        self.cycles_per_us = _cycles_per_us()
+
+    def turn(self) -> float:
+        """Microseconds of one call; repeated with a longer spin while the host falls behind."""
+        while True:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(int(self.spin_us * self.cycles_per_us))
+            start.record()
+            host = _issue(self.calls)
+            end.record()
+            ahead = not start.query()
+            end.synchronize()
+            if ahead or self.spin_us >= MAX_SPIN_US:
+                self.host.append(host)
+                return start.elapsed_time(end) * 1e3 / len(self.calls)
+            self.spin_us = min(2 * self.spin_us, MAX_SPIN_US)
+
+
+def _issue(calls: Sequence[Run]) -> float:
+    """Makes every call once; microseconds of the host for one."""
+    began = time.perf_counter()
+    for call in calls:
+        call()
+    return (time.perf_counter() - began) * 1e6 / len(calls)
+
+
+def _cycles_per_us() -> float:
+    """Cycles of `torch.cuda._sleep` in a microsecond, at the clock that the device runs at now."""
+    cycles = 4_000_000
+    for _ in range(2):  # the first warms up
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        torch.cuda._sleep(cycles)
+        end.record()
+        end.synchronize()
+    return cycles / (start.elapsed_time(end) * 1e3)
 
 
 def _captured(calls: Sequence[Run]) -> Run:
