@@ -24,8 +24,9 @@ from flash_qsa.ops.prepare.api import Caches
 from flash_qsa.plan import BatchPlan
 from flash_qsa.testing.inputs import Shape
 
-MAX_DRAFT_ROWS = 8
-"""Rows up to which a request counts as decoding."""
+DECODE_THRESHOLD = 8
+"""Rows up to which a request counts as decoding: vLLM's `reorder_batch_threshold` in an engine with
+seven draft tokens, so that a test may verify a window of any length up to there."""
 
 
 class PagedEngine:
@@ -180,9 +181,9 @@ class PagedEngine:
 
 def split_counts(query_lens: list[int], rows: int) -> tuple[int, int, int, int]:
     """vLLM's (decodes, prefills, decode rows, prefill rows): leading requests of one length, at
-    most MAX_DRAFT_ROWS, are decodes; requests without rows pad them."""
+    most DECODE_THRESHOLD, are decodes; requests without rows pad them."""
     first = query_lens[0]
-    if first > MAX_DRAFT_ROWS:
+    if first > DECODE_THRESHOLD:
         return 0, len(query_lens), 0, rows
     decodes = next((i for i, n in enumerate(query_lens) if n not in (0, first)), len(query_lens))
     if decodes == len(query_lens) and decodes * first == rows:

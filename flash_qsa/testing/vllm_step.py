@@ -125,9 +125,10 @@ class StepLayer:
         *,
         padded: int = 0,
         reused: bool = False,
+        **steering: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One step; returns output [T + 3, Hq, D], rows behind the plan's included, and the
-        selection rows."""
+        selection rows. `steering` replaces host integers of the plan."""
         plan = engine.step(
             which,
             query_lens,
@@ -136,6 +137,7 @@ class StepLayer:
             padded_requests=int(padded > 0),
             backend=self.options.backend,
         )
+        plan = dataclasses.replace(plan, **steering)
         qkv, index_qk, positions = self.rows_of(which, query_lens, seq_lens, padded)
         prepared = prepare_step(
             self.options, qkv, index_qk, positions, self.rope, self.norms, engine.caches, plan

@@ -2,7 +2,8 @@
 
 Claims: captured once, with padded rows and requests, and replayed over later steps whose metadata
 was rewritten in place, the graph gives the float64 oracle's rows; draft windows and reused
-selections too; the null blocks stay untouched; page sizes of 64, 160 and 784 work.
+selections too; the null blocks stay untouched; page sizes of 64, 160 and 784 work. What profiling
+reserves holds what a step takes.
 """
 
 from __future__ import annotations
@@ -13,7 +14,16 @@ import pytest
 import torch
 
 from flash_qsa.integrations.vllm import selection
-from flash_qsa.integrations.vllm.step import attend_step, prepare_step, select_step
+from flash_qsa.integrations.vllm.profiling import LayerSizes, scratch_bytes
+from flash_qsa.integrations.vllm.step import (
+    StepOptions,
+    attend_step,
+    prepare_step,
+    select_step,
+)
+from flash_qsa.integrations.vllm.warmup import StepShape, padding_plan
+from flash_qsa.ops.prepare.api import Prepared
+from flash_qsa.targets import device_target
 from flash_qsa.testing.inputs import Shape
 from flash_qsa.testing.vllm_layout import PagedEngine
 from flash_qsa.testing.vllm_step import StepLayer
@@ -87,6 +97,49 @@ def test_reused_rows_on_the_device():
             torch.testing.assert_close(
                 output[request].double().cpu(), expected, atol=2e-5, rtol=2e-5
             )
+
+
+@pytest.mark.parity("P36")
+@pytest.mark.parametrize(
+    "batch",
+    [
+        StepShape(1, 2048, 8192, False),
+        StepShape(1, 4096, 4096, False),
+        StepShape(64, 1, 65_536, True),
+        StepShape(16, 4, 16_384, True),
+    ],
+    ids=str,
+)
+def test_profiled_scratch_holds_what_a_step_takes(batch):
+    bf16, options = torch.bfloat16, StepOptions(512, 4, 256**-0.5)
+    sizes = LayerSizes(24, 2, 256, 4, 128, 64, 8, bf16, bf16, bf16)
+
+    def zeros(*shape, dtype=bf16):
+        return torch.zeros(shape, dtype=dtype, device=DEVICE)
+
+    plan = padding_plan(
+        batch, batch.seq_len // 64, ratio=4, page_size=64, ring_capacity=8,
+        device=torch.device(DEVICE),
+    )  # fmt: skip
+    query, index_query = zeros(batch.rows, 24, 256), zeros(batch.rows, 4, 128)
+    main, keys = zeros(4, 2, 64, 512), zeros(4, 16, 1, 128)
+    rows = zeros(batch.rows, selection.row_width(512), dtype=torch.int32)
+    output = zeros(batch.rows, 24, 256)
+
+    def step() -> None:
+        select_step(options, index_query, keys, plan.page_table, plan, rows, True)
+        prepared = Prepared(query, query, index_query)
+        attend_step(options, prepared, main, plan, rows, output)
+
+    step()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    taken = torch.cuda.max_memory_allocated() - before
+    reserved = scratch_bytes(sizes, options, (batch,), device_target(torch.device(DEVICE)))
+    slack = 64 << 10  # the allocator rounds every tensor up to 512 bytes
+    assert 0 < taken <= reserved + slack
 
 
 def copied(plan):

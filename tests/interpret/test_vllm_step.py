@@ -2,7 +2,8 @@
 
 Claims: with block strides larger than a page, null blocks, padded rows and padded requests, a layer
 that runs on the Triton kernels gives the float64 oracle's rows through prefill, chunk and decode,
-and a reused selection covers the tokens in between.
+and a reused selection covers the tokens in between; host integers of the plan, which choose
+schedules, change no selected block.
 """
 
 from __future__ import annotations
@@ -44,3 +45,16 @@ def test_kernels_serve_on_vllms_layout():
             expected = layer.reused_truth(request, length - 1, frozen[request])
             torch.testing.assert_close(output[request].double(), expected, atol=2e-5, rtol=2e-5)
     assert engine.null_block_untouched()
+
+
+@pytest.mark.parity("P39")
+def test_host_integers_of_the_plan_choose_schedules_alone():
+    layer = StepLayer.make(Shape(), [45], backend="triton")
+    truth = layer.truth(0)
+    selected = []
+    for steering in ({}, {"max_query_len": 1}, {"max_seq_len": 100_000}):
+        output, rows = layer.run(PagedEngine(Shape(), 1, 48), [0], [45], [45], **steering)
+        torch.testing.assert_close(output[:45].double(), truth, atol=2e-5, rtol=2e-5)
+        selected.append(rows)
+    for rows in selected[1:]:
+        assert torch.equal(rows, selected[0])

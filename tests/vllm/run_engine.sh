@@ -3,7 +3,7 @@
 # without the plugin, and compares greedy tokens with each other and with transformers.
 #   usage: run_engine.sh [pytest arguments]
 # The environment is created on first use in .venv-vllm-cpu (VLLM_CPU_VENV names another place).
-# Takes half an hour and more on two busy cores: vLLM's other kernels run in Triton's interpreter.
+# Takes a quarter of an hour on two cores: vLLM's other kernels run in Triton's interpreter.
 set -euo pipefail
 
 here=$(cd "$(dirname "$0")" && pwd)

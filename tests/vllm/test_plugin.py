@@ -36,6 +36,7 @@ def vllm(monkeypatch) -> SimpleNamespace:
     module.ModelRegistry = Registry()
     monkeypatch.setitem(sys.modules, "vllm", module)
     monkeypatch.delenv("FLASH_QSA_VLLM", raising=False)
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     monkeypatch.setattr(plugin, "_warned", set())
     return module
 
@@ -75,6 +76,17 @@ def test_the_switch_turns_it_off_silently(vllm, monkeypatch, caplog):
         plugin.register()
     assert vllm.ModelRegistry.models == {} and not caplog.records
     assert plugin.status() == plugin.Status(False, "FLASH_QSA_VLLM=0")
+
+
+@pytest.mark.parametrize(
+    ("allowed", "active"),
+    [("flash_qsa", True), ("other,flash_qsa", True), ("other", False), ("", False)],
+)
+def test_vllms_list_of_plugins_decides_too(vllm, monkeypatch, allowed, active):
+    monkeypatch.setenv("VLLM_PLUGINS", allowed)
+    status = plugin.status()
+    assert status.active is active
+    assert active or status.reason == f"VLLM_PLUGINS={allowed} does not name flash_qsa"
 
 
 def test_a_misspelt_switch_is_an_error(monkeypatch):

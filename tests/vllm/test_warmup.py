@@ -13,8 +13,8 @@ import torch
 
 from flash_qsa import dispatch
 from flash_qsa.config import QSAConfig, RopeConfig
-from flash_qsa.integrations.vllm import selection
-from flash_qsa.integrations.vllm.step import StepOptions
+from flash_qsa.integrations.vllm import selection, warmup
+from flash_qsa.integrations.vllm.step import StepOptions, select_step
 from flash_qsa.integrations.vllm.warmup import StepShape, padding_plan, run_padding, step_shapes
 from flash_qsa.ops.prepare.api import Norms
 from flash_qsa.ops.rotary import RopeTable
@@ -73,10 +73,15 @@ def layer() -> SimpleNamespace:
 
 @pytest.mark.parity("P38", "P48")
 @pytest.mark.parametrize("shape", [StepShape(3, 4, 64, True), StepShape(1, 20, 64, False)], ids=str)
-def test_a_warm_up_step_runs_every_op_and_writes_nothing(layer, shape):
+def test_a_warm_up_step_runs_every_op_and_writes_nothing(layer, shape, monkeypatch):
     before = layer.memory.pool.clone()
+    tables = []
+    monkeypatch.setattr(
+        warmup, "select_step", lambda *given: tables.append(given[3].shape) or select_step(*given)
+    )
     with dispatch.trace() as ran:
-        run_padding(layer, shape)
+        run_padding(layer, shape, 1000)
+    assert tables == [(shape.requests, 63)]  # the engine's width, whatever the step's length
     names = [op for op, _ in ran]
     assert names[:2] == ["prepare", "select_blocks"]
     assert names[2:] == ["sparse_attention"] * 2  # fresh rows, then reused ones
@@ -84,10 +89,11 @@ def test_a_warm_up_step_runs_every_op_and_writes_nothing(layer, shape):
     assert layer.memory.ring.isnan().all()
 
 
-def test_the_plan_describes_the_shape_to_schedules(layer):
-    plan = padding_plan(layer, StepShape(3, 4, 60, True), torch.device("cpu"))
+def test_the_plan_describes_the_shape_to_schedules():
+    sizes = {"ratio": 4, "page_size": 16, "ring_capacity": 8, "device": torch.device("cpu")}
+    plan = padding_plan(StepShape(3, 4, 60, True), 5, **sizes)
     assert (plan.num_rows, plan.num_decodes, plan.decode_query_len) == (12, 3, 4)
-    assert plan.page_table.shape == (3, 4) and plan.ring_capacity == 8
+    assert plan.page_table.shape == (3, 5) and plan.ring_capacity == 8
     assert (plan.request_ids == -1).all() and (plan.visible_blocks == 0).all()
-    plan = padding_plan(layer, StepShape(1, 20, 64, False), torch.device("cpu"))
+    plan = padding_plan(StepShape(1, 20, 64, False), 5, **sizes)
     assert (plan.num_decodes, plan.decode_query_len, plan.max_query_len) == (0, 0, 20)

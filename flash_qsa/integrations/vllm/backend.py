@@ -21,12 +21,11 @@ from flash_qsa.checks import UnsupportedError, expect_dtype
 from flash_qsa.integrations.vllm.metadata import MainMetadata
 from flash_qsa.integrations.vllm.rules import (
     ACTIVATION_DTYPES,
-    FP8_CACHE_DTYPES,
-    MAIN_CACHE_DTYPES,
     require_main_cache_dtype,
     require_plain_attention,
 )
 from flash_qsa.integrations.vllm.step import StepOptions, attend_step
+from flash_qsa.layers.cache_dtypes import FP8_CACHE_DTYPES, MAIN_CACHE_DTYPES
 from flash_qsa.layers.preparation import store_keys_values
 from flash_qsa.ops.prepare.api import Prepared
 from flash_qsa.plan import BatchPlan

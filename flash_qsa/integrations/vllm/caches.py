@@ -26,8 +26,9 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from flash_qsa.integrations.vllm.metadata import BatchSplit, SideBuffers, SideMetadata
-from flash_qsa.integrations.vllm.rules import ACTIVATION_DTYPES, MAIN_CACHE_DTYPES
+from flash_qsa.integrations.vllm.rules import ACTIVATION_DTYPES
 from flash_qsa.integrations.vllm.settings import Settings
+from flash_qsa.layers.cache_dtypes import MAIN_CACHE_DTYPES
 from flash_qsa.ops.compress_keys.ring_rows import ring_width
 
 

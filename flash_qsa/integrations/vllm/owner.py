@@ -26,21 +26,21 @@ from vllm.model_executor.models.utils import (
 from vllm.v1.attention.backend import AttentionBackend, AttentionType
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, get_kv_quant_mode
 
+from flash_qsa import dispatch
 from flash_qsa.config import QSAConfig
 from flash_qsa.integrations.vllm import rules
 from flash_qsa.integrations.vllm.backend import QSABackend, QSAImpl
-from flash_qsa.integrations.vllm.caches import register_layer
+from flash_qsa.integrations.vllm.caches import register_layer, ring_capacity
 from flash_qsa.integrations.vllm.indexer import QSAIndexer
 from flash_qsa.integrations.vllm.metadata import step_plan
+from flash_qsa.integrations.vllm.profiling import LayerSizes, largest_steps, scratch_bytes
 from flash_qsa.integrations.vllm.projection import PackedProjection
 from flash_qsa.integrations.vllm.settings import Settings
 from flash_qsa.integrations.vllm.step import StepOptions, prepare_step
 from flash_qsa.layers.sharding import INDEX_SHARD, share_heads
 from flash_qsa.ops.prepare.api import Caches, Norms
 from flash_qsa.ops.rotary import RopeTable
-
-SCORE_BYTES = 4
-"""Scores are FP32."""
+from flash_qsa.targets import device_target
 
 
 class QSAAttention(nn.Module, AttentionLayerBase):
@@ -154,7 +154,11 @@ class QSAAttention(nn.Module, AttentionLayerBase):
             prefix=f"{prefix}.indexer",
         )
         self._join_index_projection(vllm_config, projection_quant)
-        self.max_model_len = model_config.max_model_len
+        self.step_limits = (
+            vllm_config.scheduler_config.max_num_seqs,
+            1 + vllm_config.num_speculative_tokens,
+            model_config.max_model_len,
+        )
         self.register_buffer(
             "topk_indices_buffer",
             torch.empty(
@@ -296,18 +300,38 @@ class QSAAttention(nn.Module, AttentionLayerBase):
         )
 
     def _profile(self, output: torch.Tensor) -> None:
-        """Allocates a step's peak scratch once, so that the engine leaves room for it.
-
-        Scoring keeps to its workspace; beside it live query, gate and index queries.
-        """
-        rows = max(output.shape[0], 1)
-        blocks = self.max_model_len // self.qsa.compress_ratio + 1
-        scores = min(self.options.workspace, SCORE_BYTES * rows * blocks)
+        """Allocates a step's peak scratch once, so that the engine leaves room for it: query, gate
+        and index queries, and beside them what selecting or attending takes."""
+        rows, device = output.shape[0], output.device
         index = rows * self.qsa.index_heads * self.qsa.index_head_dim * output.element_size()
         prepared = 2 * output.numel() * output.element_size() + index
-        torch.empty(scores + prepared, dtype=torch.uint8, device=output.device)
+        scratch = self._scratch_bytes(rows, device)
+        torch.empty(scratch + prepared, dtype=torch.uint8, device=device)
         self.indexer.without_step(self.topk_indices_buffer[: output.shape[0]])
         output.zero_()
+
+    def _scratch_bytes(self, rows: int, device: torch.device) -> int:
+        """Of the kernels, for the largest step of `rows` rows; a CPU's memory is not planned."""
+        if rows == 0 or device.type == "cpu":
+            return 0
+        if dispatch.choose(self.options.backend, device).backend != "triton":
+            return 0
+        max_requests, max_draft_rows, max_seq_len = self.step_limits
+        ratio = self.qsa.compress_ratio
+        sizes = LayerSizes(
+            heads=self.num_heads,
+            kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            index_heads=self.qsa.index_heads,
+            index_dim=self.qsa.index_head_dim,
+            page_size=self.indexer.compressed_key_cache.page_size(ratio),
+            ring_capacity=ring_capacity(ratio, max_draft_rows - 1),
+            dtype=self.q_norm.weight.dtype,
+            main_dtype=self.kv_cache_torch_dtype,
+            index_dtype=self.indexer.index_dtype,
+        )
+        shapes = largest_steps(rows, max_requests, max_draft_rows, max_seq_len)
+        return scratch_bytes(sizes, self.options, shapes, device_target(device))
 
 
 def without_modelopt_fp4(quant_config: Any) -> Any:

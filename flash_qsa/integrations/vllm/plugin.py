@@ -7,6 +7,7 @@ names and imports no model code.
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 
 from flash_qsa.integrations.vllm.settings import SWITCH, enabled_in_environment
@@ -16,6 +17,10 @@ TESTED_VERSIONS = ("0.32", "0.33")
 
 ARCHITECTURES = ("Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration", "Qwen4ExpMTP")
 """Registered under vLLM's own names: its configuration fix-ups are keyed on them."""
+
+ENTRY_POINT = "flash_qsa"
+ALLOWED_PLUGINS = "VLLM_PLUGINS"
+"""vLLM's own list of the plugins that it loads; unset means all."""
 
 MODELS_MODULE = "flash_qsa.integrations.vllm.models"
 
@@ -41,6 +46,9 @@ def status() -> Status:
     """
     if not enabled_in_environment():
         return Status(False, f"{SWITCH}=0")
+    allowed = os.environ.get(ALLOWED_PLUGINS)
+    if allowed is not None and ENTRY_POINT not in allowed.split(","):
+        return Status(False, f"{ALLOWED_PLUGINS}={allowed} does not name {ENTRY_POINT}")
     try:
         import vllm
     except ImportError as error:

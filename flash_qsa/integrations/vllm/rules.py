@@ -10,11 +10,9 @@ from typing import Any
 import torch
 
 from flash_qsa.checks import UnsupportedError
+from flash_qsa.layers import cache_dtypes
 
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float16)
-MAIN_CACHE_DTYPES = ("auto", "bfloat16", "fp8", "fp8_e4m3")
-FP8_CACHE_DTYPES = ("fp8", "fp8_e4m3")
-INDEX_CACHE_DTYPES = ("bf16", "fp8")
 
 
 def require_cache(cache_config: Any) -> None:
@@ -26,17 +24,13 @@ def require_cache(cache_config: Any) -> None:
 def require_activation_dtype(dtype: torch.dtype) -> None:
     """Requires a 16-bit model."""
     if dtype not in ACTIVATION_DTYPES:
-        raise UnsupportedError(
-            f"model dtype: QSA in vLLM runs in bfloat16 or float16, got {_name(dtype)}"
-        )
+        name = str(dtype).removeprefix("torch.")
+        raise UnsupportedError(f"model dtype: QSA in vLLM runs in bfloat16 or float16, got {name}")
 
 
 def require_main_cache_dtype(name: str) -> None:
     """Requires a main cache that the kernels read: `--kv-cache-dtype`."""
-    if name not in MAIN_CACHE_DTYPES:
-        raise UnsupportedError(
-            f"kv_cache_dtype: expected one of {', '.join(MAIN_CACHE_DTYPES)}, got {name!r}"
-        )
+    cache_dtypes.require_main_cache_dtype(name, "kv_cache_dtype")
 
 
 def layer_cache_dtype(name: str, skip_layers: list[str], layer: int) -> str:
@@ -50,24 +44,15 @@ def main_cache_storage(name: str, activation: torch.dtype) -> torch.dtype:
     Raises:
         UnsupportedError: a BF16 cache under an FP16 model.
     """
-    require_main_cache_dtype(name)
-    if name in FP8_CACHE_DTYPES:
-        return torch.uint8
-    if name == "bfloat16" and activation != torch.bfloat16:
-        raise UnsupportedError(
-            f"kv_cache_dtype: 'bfloat16' under a {_name(activation)} model is not supported; "
-            "'auto' stores what the model computes in"
-        )
-    return activation
+    stored = cache_dtypes.main_cache_dtype(name, activation, setting="kv_cache_dtype")
+    return torch.uint8 if stored == torch.float8_e4m3fn else stored
 
 
 def index_cache_storage(name: str, activation: torch.dtype) -> torch.dtype:
     """Dtype of the compressed keys for vLLM's `indexer_kv_dtype`, "auto" resolved to "bf16"."""
-    if name == "bf16":
-        return activation
-    if name == "fp8":
-        return torch.float8_e4m3fn
-    raise UnsupportedError(f"indexer_kv_dtype: expected 'bf16' or 'fp8', got {name!r}")
+    return cache_dtypes.index_cache_dtype(
+        name, activation, setting="indexer_kv_dtype", fp8_name="fp8"
+    )
 
 
 def require_supported(config: Any, quant_config: Any, parallel_config: Any) -> None:
@@ -114,7 +99,3 @@ def fuses_index_projection(has_lora: bool, qkv_method: Any, index_method: Any) -
     quantisation method.
     """
     return not has_lora and type(qkv_method) is type(index_method)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

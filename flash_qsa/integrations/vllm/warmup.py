@@ -56,7 +56,7 @@ def warm_up(worker: Any) -> list[str]:
     unlike = {_signature(layer): layer for layer in layers}
     for layer in unlike.values():
         for shape in shapes:
-            run_padding(layer, shape)
+            run_padding(layer, shape, config.model_config.max_model_len)
     names = [str(shape) for shape in shapes]
     logger.info("flash-qsa warmed up %d batch shapes: %s.", len(names), "; ".join(names))
     return names
@@ -116,14 +116,20 @@ def step_shapes(
     return list(dict.fromkeys(shapes))
 
 
-def padding_plan(layer: Any, shape: StepShape, device: torch.device) -> BatchPlan:
-    """A plan of `shape` whose rows all are padding."""
+def padding_plan(
+    shape: StepShape,
+    columns: int,
+    *,
+    ratio: int,
+    page_size: int,
+    ring_capacity: int,
+    device: torch.device,
+) -> BatchPlan:
+    """A plan of `shape` whose rows all are padding, over page tables of `columns` columns."""
     rows = PlanRows.empty(shape.rows, device)
     for buffer in rows:
         buffer.fill_(-1)
     rows.visible_blocks.zero_()
-    page_size = layer.kv_cache.shape[2]
-    pages = -(-shape.seq_len // page_size)
     index = {"dtype": torch.int32, "device": device}
     return BatchPlan(
         num_tokens=shape.rows,
@@ -133,21 +139,33 @@ def padding_plan(layer: Any, shape: StepShape, device: torch.device) -> BatchPla
         decode_query_len=shape.query_len if shape.decode else 0,
         max_query_len=shape.query_len,
         max_seq_len=shape.seq_len,
-        compress_ratio=layer.options.compress_ratio,
+        compress_ratio=ratio,
         page_size=page_size,
-        ring_capacity=layer.indexer.raw_key_cache.kv_cache.shape[1],
+        ring_capacity=ring_capacity,
         query_start=torch.zeros(shape.requests + 1, **index),
         seq_lens=torch.zeros(shape.requests, **index),
-        page_table=torch.full((shape.requests, pages), -1, **index),
+        page_table=torch.full((shape.requests, columns), -1, **index),
         ring_table=torch.full((shape.requests, 1), -1, **index),
         **rows._asdict(),
     )
 
 
-def run_padding(layer: Any, shape: StepShape) -> None:
-    """One step of a layer on padding rows alone."""
+def run_padding(layer: Any, shape: StepShape, max_seq_len: int) -> None:
+    """One step of a layer on padding rows alone.
+
+    Its page table is as wide as the engine's, whatever the step's length: the compiler tells widths
+    that are a multiple of 16 from others.
+    """
     device, dtype = layer.kv_cache.device, layer.q_norm.weight.dtype
-    plan = padding_plan(layer, shape, device)
+    page_size = layer.kv_cache.shape[2]
+    plan = padding_plan(
+        shape,
+        -(-max_seq_len // page_size),
+        ratio=layer.options.compress_ratio,
+        page_size=page_size,
+        ring_capacity=layer.indexer.raw_key_cache.kv_cache.shape[1],
+        device=device,
+    )
     width = 2 * layer.q_size + 2 * layer.kv_size
     joint = torch.zeros(shape.rows, width + layer.index_qk_size, dtype=dtype, device=device)
     qkv, index_qk = joint.split((width, layer.index_qk_size), -1)

@@ -1,9 +1,10 @@
 """Writes a small Qwen4-Exp checkpoint that vLLM's CPU engine loads, and asks transformers for its
 greedy tokens: `checkpoint.py FOLDER`.
 
-The folder gets the checkpoint and REQUESTS.json: prompts with transformers' own continuations. A
-random model is often undecided between two tokens; a prompt is kept only if at every step the best
-logit leads by a part of the logits' spread that BF16 does not move them by.
+The folder gets the checkpoint and REQUESTS.json: for each of serve.py's memory settings, prompts
+with transformers' own continuations. A random model is often undecided between two tokens; a
+prompt is kept only if at every step the best logit leads by a part of the logits' spread that BF16
+does not move them by.
 """
 
 from __future__ import annotations
@@ -39,8 +40,15 @@ OVERRIDES = {
         "mrope_interleaved": True,
     },
 }
-LENGTHS = (135, 67, 23, 5, 31)
-NEW_TOKENS = 5
+NEW_TOKENS = 6
+PAGE = 80
+"""Tokens of a page under serve.py's "little": the least multiple of block size 16 whose keys and
+values (1,024 bytes a token) are no smaller than the gated delta net's state (67,840 bytes)."""
+LENGTHS = {
+    "enough": (135, 67, 23, 5, 31),
+    # serve.py counts their blocks: the first four fill one page and need a second while decoding
+    "little": (PAGE - 1, PAGE - 2, PAGE - 3, PAGE - 4, 23),
+}
 LEAD = 0.15
 TRIES = 200
 
@@ -66,7 +74,10 @@ def main(folder: Path) -> None:
     model = tiny_text_model(**OVERRIDES).to(torch.bfloat16)
     model.save_pretrained(folder)
     generator = torch.Generator().manual_seed(5)
-    requests = [decisive_request(model, length, generator) for length in LENGTHS]
+    requests = {
+        memory: [decisive_request(model, length, generator) for length in lengths]
+        for memory, lengths in LENGTHS.items()
+    }
     (folder / "REQUESTS.json").write_text(json.dumps(requests))
 
 

@@ -1,8 +1,13 @@
 """Generates with vLLM's engine: `serve.py FOLDER MEMORY ANSWERS.json`, on checkpoint.py's requests.
 
 FLASH_QSA_VLLM=0 in the environment leaves vLLM's own QSA in place. The engine is small on purpose:
-prompts are prefilled in chunks and four of five requests run at a time. With "enough" memory a
-second pass finds prompts in the prefix cache; with "little", requests are preempted.
+four of five requests run at a time. With "enough" memory prompts are prefilled in chunks and a
+second pass finds some in the prefix cache. With "little", requests must be preempted:
+
+* a request holds a block for each page of its tokens, one for its raw-key ring and one for its
+  gated delta net's state; block 0 is nobody's, which leaves 13 of 14
+* the first step prefills four prompts of almost a page: 4 · (1 + 1 + 1) = 12 blocks
+* each of the four crosses into its second page before its last token: 4 · (2 + 1 + 1) = 16 blocks
 """
 
 from __future__ import annotations
@@ -11,27 +16,35 @@ import json
 import sys
 from pathlib import Path
 
+from checkpoint import PAGE
+
 ENGINE = {
     "max_model_len": 192,
-    "max_num_batched_tokens": 96,
     "max_num_seqs": 4,
     "enforce_eager": True,
     "enable_prefix_caching": True,
     "disable_log_stats": False,
 }
 MEMORY = {
-    "enough": {"num_gpu_blocks_override": 16},
-    "little": {"num_gpu_blocks_override": 15, "block_size": 32},  # pages of half the size
+    "enough": {"num_gpu_blocks_override": 16, "max_num_batched_tokens": 96},
+    "little": {
+        "num_gpu_blocks_override": 14,
+        "block_size": 16,  # vLLM raises it to checkpoint.PAGE
+        "max_num_batched_tokens": 4 * PAGE,
+    },
 }
 
 
 def main(folder: Path, memory: str, answers_file: Path) -> None:
     from vllm import LLM, SamplingParams
 
-    requests = json.loads((folder / "REQUESTS.json").read_text())
+    requests = json.loads((folder / "REQUESTS.json").read_text())[memory]
     engine = LLM(
         model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", **ENGINE, **MEMORY[memory]
     )
+    page = engine.llm_engine.vllm_config.cache_config.block_size
+    if memory == "little" and page != PAGE:
+        raise RuntimeError(f"pages of {page} tokens, the requests are made for pages of {PAGE}")
     prompts = [{"prompt_token_ids": request["prompt"]} for request in requests]
     sampling = [
         SamplingParams(

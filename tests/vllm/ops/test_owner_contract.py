@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from harness import (
+    MAX_REQUESTS,
     Quantised,
     Side,
     StockAttention,
@@ -24,13 +25,19 @@ from harness import (
     load,
     text_config,
 )
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from flash_qsa import dispatch
+from flash_qsa.integrations.vllm import owner as our_owner
 from flash_qsa.integrations.vllm import selection
 from flash_qsa.integrations.vllm.backend import QSABackend, QSAImpl
 from flash_qsa.integrations.vllm.caches import SideCacheBackend
 from flash_qsa.integrations.vllm.owner import QSAAttention
+from flash_qsa.integrations.vllm.profiling import LayerSizes, largest_steps
 from flash_qsa.ops.prepare.api import Prepared
+from flash_qsa.targets import TARGETS, pretend
 from flash_qsa.testing.inputs import Shape
 
 SHAPE = Shape(
@@ -79,24 +86,32 @@ def test_geometry_comes_from_the_config():
     assert layer.q_size == 4 * 128 and layer.qkv_proj.output_sizes[0] == 2 * layer.q_size
 
 
+def parallel(prefill: int, decode: int) -> SimpleNamespace:
+    return SimpleNamespace(
+        prefill_context_parallel_size=prefill, decode_context_parallel_size=decode
+    )
+
+
 @pytest.mark.parity("P23", "P05")
 @pytest.mark.parametrize(
-    "changes",
+    ("named", "changes"),
     [
-        {"kv": "fp8_e5m2"},
-        {"index": "int8"},
-        {
-            "parallel_config": SimpleNamespace(
-                prefill_context_parallel_size=1, decode_context_parallel_size=2
-            )
-        },
+        ("kv_cache_dtype.*fp8_e5m2", {"kv": "fp8_e5m2"}),
+        ("indexer_kv_dtype.*int8", {"index": "int8"}),
+        ("decode_context_parallel_size.*2", {"parallel_config": parallel(1, 2)}),
+        ("prefill_context_parallel_size.*2", {"parallel_config": parallel(2, 1)}),
+        ("is_causal.*False", {"text": {"is_causal": False}}),
+        ("dual_chunk.*8192", {"text": {"dual_chunk_attention_config": {"chunk_size": 8192}}}),
     ],
-    ids=["main cache", "index cache", "context parallel"],
+    ids=lambda given: given if isinstance(given, str) else "",
 )
-def test_both_layers_refuse_the_same(changes):
-    for kind in (StockAttention, QSAAttention):
-        with pytest.raises(NotImplementedError):
-            build(kind, engine_config(text_config(), **changes))
+def test_both_layers_refuse_the_same_and_ours_says_what(named, changes):
+    changes = dict(changes)
+    config = text_config(**changes.pop("text", {}))
+    with pytest.raises(NotImplementedError):
+        build(StockAttention, engine_config(config, **changes))
+    with pytest.raises(NotImplementedError, match=named):
+        build(QSAAttention, engine_config(config, **changes))
 
 
 @pytest.mark.parity("P23")
@@ -191,10 +206,72 @@ def test_the_implementation_refuses_what_it_cannot_do(layer):
     for name, value in (("alibi_slopes", [1.0]), ("sliding_window", 4), ("sinks", query)):
         with pytest.raises(NotImplementedError, match=name):
             QSAImpl(4, 128, 1.0, 2, **{name: value})
+    with pytest.raises(NotImplementedError, match="kv_sharing.*layer 3"):
+        QSAImpl(4, 128, 1.0, 2, kv_sharing_target_layer_name="layer 3")
     empty = SimpleNamespace(num_rows=0)
     output = torch.full((3, 4, 128), torch.nan)
     layer.impl.forward_qsa(layer, prepared, layer.kv_cache, empty, layer.options, output)
     assert (output == 0).all()
+
+
+@pytest.mark.parity("P40")
+def test_the_implementation_refuses_decode_context_parallelism(monkeypatch):
+    monkeypatch.setattr(
+        "vllm.distributed.parallel_state.get_dcp_world_size_and_rank", lambda *enabled: (2, 0)
+    )
+    with pytest.raises(NotImplementedError, match="decode_context_parallel_size.*2"):
+        QSAImpl(4, 128, 1.0, 2)
+
+
+@pytest.mark.parity("P31", "P41")
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+def test_fp8_storage_has_its_type_where_the_device_has_it(target):
+    with FakeTensorMode():
+        stored = torch.empty(2, 2, 48, 256, dtype=torch.uint8, device="cuda")
+    for name in ("fp8", "fp8_e4m3"):
+        impl = QSAImpl(4, 128, 1.0, 2, kv_cache_dtype=name)
+        with pretend(target):
+            seen = impl.typed_cache(stored)
+        typed = target.backend == "hip" or target.capability >= (8, 9)
+        assert seen.dtype == (torch.float8_e4m3fn if typed else torch.uint8)
+        assert seen.shape == stored.shape
+
+
+@pytest.mark.parity("P36")
+def test_profiling_allocates_a_steps_tensors_and_the_kernels_scratch(layer, monkeypatch):
+    taken = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if function is torch.ops.aten.empty.memory_format:
+                taken.append(result.nbytes)
+            return result
+
+    output = torch.empty(100, 4, 128, dtype=torch.bfloat16)
+    some = torch.zeros(100, 8, dtype=torch.bfloat16)
+    kept = 2 * output.nbytes + 100 * 2 * 128 * 2  # query, gate; index queries
+    with forward_context(None), Watch():
+        layer._run_qsa(some, some, torch.zeros(3, 100), output)
+        monkeypatch.setattr(layer, "_scratch_bytes", lambda rows, device: 12_345 * rows)
+        layer._run_qsa(some, some, torch.zeros(3, 100), output)
+    assert taken == [kept, kept + 1_234_500]  # the first on a CPU, where kernels take none
+
+
+@pytest.mark.parity("P36")
+def test_scratch_is_asked_for_with_the_engines_limits(monkeypatch):
+    config = engine_config(text_config(), kv="fp8", index="fp8", drafts=3)
+    layer = build(QSAAttention, config)
+    config.cache_config.block_size = 160  # as hybrid models raise it afterwards
+    monkeypatch.setattr(dispatch, "choose", lambda backend, device: dispatch.Choice("triton", ""))
+    monkeypatch.setattr(our_owner, "scratch_bytes", lambda *given: given)
+    with pretend("sm_90"):
+        sizes, options, shapes, target = layer._scratch_bytes(100, torch.device("cuda"))
+    assert options is layer.options and target.name == "sm_90"
+    bf16, e4m3 = torch.bfloat16, torch.float8_e4m3fn
+    assert sizes == LayerSizes(4, 2, 128, 2, 128, 160, 8, bf16, torch.uint8, e4m3)
+    assert shapes == largest_steps(100, MAX_REQUESTS, 4, 512)
+    assert layer._scratch_bytes(100, torch.device("cpu")) == 0
 
 
 @pytest.mark.parity("P09", "P36")
@@ -247,7 +324,7 @@ def test_an_unbound_main_cache_is_an_error():
         side.layer._run_qsa(some, some, torch.zeros(3, 4), some)
 
 
-@pytest.mark.parity("P12", "P30", "P31", "P49")
+@pytest.mark.parity("P12", "P30", "P49")
 @pytest.mark.parametrize(
     "changes",
     [

@@ -56,7 +56,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     import stock_on_cpu
 
     _after("triton.runtime.interpreter", interpreted_triton.repair)
+    _patches = dict(stock_on_cpu.AFTER_IMPORT)
     if os.environ.get("FLASH_QSA_TIER") == "engine":
-        _after("triton", interpreted_triton.offer_cpu_backend)
-    for _name, _then in stock_on_cpu.AFTER_IMPORT.items():
+        _patches["triton"] = interpreted_triton.offer_cpu_backend
+    else:
+        _patches |= stock_on_cpu.IN_THE_CUDA_WHEEL
+    for _name, _then in _patches.items():
         _after(_name, _then)

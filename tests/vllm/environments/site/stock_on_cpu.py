@@ -57,9 +57,16 @@ def fused_without_cuda(module: Any) -> None:
     module.Qwen4ExpQSAAttention.__init__ = init
 
 
+def plain_products(module: Any) -> None:
+    """On a CPU with AMX vLLM asks for kernels that only its CPU build brings."""
+    module.check_cpu_sgl_kernel = lambda n, k, dtype: False
+
+
 AFTER_IMPORT = {
     "vllm.models.qwen4_exp.common.qsa_cache": no_dependent_launch,
     f"{QSA}.ops.qsa_indexer": top_k_in_torch,
     f"{QSA}.ops.qsa": one_split,
     f"{QSA}.qsa": fused_without_cuda,
 }
+
+IN_THE_CUDA_WHEEL = {"vllm.model_executor.layers.utils": plain_products}
