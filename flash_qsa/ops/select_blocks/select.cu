@@ -78,14 +78,12 @@ static_assert(sizeof(Shared) == SHARED, "SHARED: the host's count of bytes");
   __builtin_assume(__isGlobal(address))
 #if __CUDA_ARCH__ >= 900
 #define WAIT_FOR_SCORES() asm volatile("griddepcontrol.wait;" ::: "memory")
-#define LET_NEXT_START() asm volatile("griddepcontrol.launch_dependents;" ::: "memory")
 #endif
 #else
 #define KEEP(address)
 #endif
 #ifndef WAIT_FOR_SCORES
 #define WAIT_FOR_SCORES()
-#define LET_NEXT_START()
 #endif
 
 extern __shared__ int4 shared_memory[];
@@ -457,9 +455,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     for (int i = threadIdx.x; i < WORDS; i += THREADS) s.sure_bits[i] = s.tie_bits[i] = 0;
   }
   if (threadIdx.x == 0) s.held = s.few_count = 0;
-  // everything above was written before the scorer began
+  // Everything above was written before the scorer began. The next kernel is let in by this one's
+  // end alone: its blocks would have to share the multiprocessors that these do not fill.
   WAIT_FOR_SCORES();
-  LET_NEXT_START();
   if (stored - first <= TOP_K) {
     for (int i = threadIdx.x; i < TOP_K; i += THREADS) {
       out[i] = i < visible - first ? first + i : -1;
