@@ -8,6 +8,7 @@ exactly what was recorded, so neither keeps a second list of kernels.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,15 +39,8 @@ class Launch:
         """
         if isinstance(self.kernel, nvrtc.Kernel):
             return self.kernel.specialise(target, self.kwargs)
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import make_backend
-        from triton.runtime.jit import create_function_from_signature
-
-        arch = target.name if target.backend == "hip" else _cuda_arch(target)
-        gpu = GPUTarget(target.backend, arch, target.warp_size)
-        backend = make_backend(gpu)
         kernel = self.kernel
-        binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+        gpu, backend, binder = _binder(kernel, target)
         kwargs = {"debug": False, **self.kwargs}
         bound, special, options = binder(*self.args, **kwargs)
         options, signature, constexprs, attrs = kernel._pack_args(
@@ -116,6 +110,20 @@ def record(target: Target | str) -> Iterator[list[Launch]]:
         pretend(target),
     ):
         yield recorded
+
+
+@functools.cache
+def _binder(kernel: Any, target: Target) -> tuple[Any, Any, Any]:
+    """Triton's name of the target, its backend, and the function that sorts a kernel's arguments
+    into classes; remembered, because making that function takes as long as a whole step's walk."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    arch = target.name if target.backend == "hip" else _cuda_arch(target)
+    gpu = GPUTarget(target.backend, arch, target.warp_size)
+    backend = make_backend(gpu)
+    return gpu, backend, create_function_from_signature(kernel.signature, kernel.params, backend)
 
 
 def _cuda_arch(target: Target) -> int:

@@ -7,7 +7,7 @@ module keeps no list of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +33,45 @@ from flash_qsa.targets import TARGETS, Target, device_target
 
 
 @dataclass(frozen=True)
+class StepShape:
+    """A batch as far as schedules look at it.
+
+    Attributes:
+        requests, query_len: requests of so many rows each: decodes or draft windows if `decode`,
+            prompts otherwise.
+        seq_len: no request is longer.
+        chunk: rows of one more request, a prompt behind them; 0 without.
+    """
+
+    requests: int
+    query_len: int
+    seq_len: int
+    decode: bool
+    chunk: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.requests * self.query_len + self.chunk
+
+    def counts(self) -> dict[str, int]:
+        """The host integers of the step's BatchPlan."""
+        return {
+            "num_tokens": self.rows,
+            "num_requests": self.requests + (self.chunk > 0),
+            "num_decodes": self.requests if self.decode else 0,
+            "num_decode_tokens": self.requests * self.query_len if self.decode else 0,
+            "decode_query_len": self.query_len if self.decode else 0,
+            "max_query_len": max(self.query_len, self.chunk),
+            "max_seq_len": self.seq_len,
+        }
+
+    def __str__(self) -> str:
+        kind = "decode" if self.decode else "prefill"
+        behind = f" + {self.chunk}" if self.chunk else ""
+        return f"{kind} {self.requests} × {self.query_len}{behind} rows, {self.seq_len} tokens"
+
+
+@dataclass(frozen=True)
 class Serving:
     """What a server will be asked for.
 
@@ -52,19 +91,10 @@ class Serving:
     max_seq_len: int = 32_768
     page_size: int = 64
 
-    def steps(self) -> Iterator[tuple[int, int, int]]:
-        """(requests, rows of each, sequence length) of the steps that schedules tell apart.
-
-        The compiler tells multiples of 16 and the number 1 from the rest, so every size is walked
-        with uneven neighbours.
-        """
-        lengths = _with_neighbours(_doublings(256, self.max_seq_len, 4), 5)
-        for each in sorted({1, 1 + self.draft_tokens}):
-            for requests in _with_neighbours(_doublings(1, self.max_requests, 2), 1):
-                if requests * each <= self.max_rows:
-                    yield from ((requests, each, max(length, each)) for length in lengths)
-        for rows in _with_neighbours(_doublings(16, self.max_rows, 2), 1, 2, 3, 5):
-            yield from ((1, rows, max(length, rows)) for length in lengths)
+    def steps(self) -> list[StepShape]:
+        """Steps that between them launch every binary."""
+        limits = (self.max_requests, self.max_rows, 1 + self.draft_tokens, self.max_seq_len)
+        return step_shapes(*limits)
 
 
 def warm_up(
@@ -106,30 +136,55 @@ def reachable(config: QSAConfig, serving: Serving, target: Target) -> dict[str, 
     found: dict[str, Launch] = {}
     for step in serving.steps():
         with record(target) as launches:
-            _walk(config, serving, *step)
+            _walk(config, serving, step)
         for launch in launches:
             found.setdefault(launch.specialise(target).key, launch)
     return found
 
 
-def _doublings(first: int, last: int, factor: int) -> list[int]:
-    """first, first · factor, … and last."""
-    sizes = []
-    while first < last:
-        sizes.append(first)
-        first *= factor
-    return [*sizes, last]
+def step_shapes(max_requests: int, max_rows: int, window: int, max_seq_len: int) -> list[StepShape]:
+    """Steps that between them launch every binary that a step within these limits can.
+
+    Schedules follow the number of rows closely, because it decides how work is shared among the
+    processors; lengths decide independently of that, and whether rows are few or many. So rows are
+    walked finely at two lengths, and lengths at a few numbers of rows.
+
+    Args:
+        window: rows of a request that verifies drafts, its decoded token included.
+    """
+    lengths = _sizes(min(128, max_seq_len), max_seq_len, 4)
+    octaves = _sizes(min(128, max_seq_len), max_seq_len, 1)
+    usual = sorted({min(16_384, max_seq_len), max_seq_len})
+    shapes = []
+    for each, decode in sorted({(1, True), (window, True), (0, False)}):
+        # a prompt is one request, whose rows are what varies
+        most = min(max_requests, max_rows // each) if decode else max_rows
+        if not most:
+            continue
+        few = _sizes(1, most, 0.5)
+        for count in sorted({*few, *_sizes(1, most, 32)}):
+            requests, rows = (count, each) if decode else (1, count)
+            for length in lengths if count in few else usual:
+                shapes.append(StepShape(requests, rows, max(length, rows), decode))
+    # prompts of several requests: a few rows of each, which are scored as decodes are, or more
+    several = {*_sizes(1, max_requests, 1), min(max_rows // 17, max_requests)}
+    for requests in sorted(several - {0, 1}):
+        most = max_rows // requests
+        for rows in sorted({min(16, most), min(17, most), most} - {0, 1}):
+            shapes += [StepShape(requests, rows, max(n, rows), False) for n in octaves]
+    return list(dict.fromkeys(shapes))
 
 
-def _with_neighbours(sizes: list[int], *distances: int) -> list[int]:
-    """The sizes, and those below them by each distance that are at least 1."""
-    below = {size - distance for size in sizes for distance in distances}
-    return sorted({*sizes, *(size for size in below if size > 0)})
+def _sizes(first: int, last: int, each: float) -> list[int]:
+    """Whole numbers from first to last, both included, about `each` of them an octave."""
+    steps = range(math.ceil(each * math.log2(last / first)))
+    return sorted({*(int(first * 2 ** (step / each)) for step in steps), last})
 
 
-def _walk(config: QSAConfig, serving: Serving, requests: int, each: int, length: int) -> None:
+def _walk(config: QSAConfig, serving: Serving, shape: StepShape) -> None:
     """One step of every op on meta tensors, the separate ones beside the fused."""
-    rows, dtype, ratio = requests * each, serving.dtype, config.compress_ratio
+    rows, requests = shape.rows, shape.counts()["num_requests"]
+    dtype, ratio = serving.dtype, config.compress_ratio
     main_dtype, index_dtype = serving.main_dtype or dtype, serving.index_dtype or dtype
     page, dim = serving.page_size, config.index_head_dim
     columns = -(-serving.max_seq_len // page)
@@ -145,15 +200,8 @@ def _walk(config: QSAConfig, serving: Serving, requests: int, each: int, length:
     sizes = {"compress_ratio": ratio, "page_size": page, "ring_capacity": capacity}
     planned = PlanRows.empty(rows, "meta")
     plan_rows(starts, lengths, page_table, ring_table, rows, **sizes, out=planned, backend="triton")
-    decodes = requests if each <= 1 + serving.draft_tokens else 0
     plan = BatchPlan(
-        num_tokens=rows,
-        num_requests=requests,
-        num_decodes=decodes,
-        num_decode_tokens=decodes * each,
-        decode_query_len=each if decodes else 1,
-        max_query_len=each,
-        max_seq_len=length,
+        **shape.counts(),
         query_start=starts,
         seq_lens=lengths,
         page_table=page_table,

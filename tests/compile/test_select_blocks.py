@@ -119,8 +119,9 @@ def test_selections_compile_and_fit(target, triton_selects):
         call(8, 8, 131072, torch.float32),
         call(8, 8, 1024, torch.float32),
     )
+    # the first and the last see too few blocks to search: one binary, whatever the batch
     selections = compiled(target, launches, "select_kernel")
-    assert len(selections) == 4 and all(kernel.fits for kernel in selections)
+    assert len(selections) == 3 and all(kernel.fits for kernel in selections)
 
 
 @pytest.mark.parametrize("target", ("sm_75", "sm_90", "gfx942"))

@@ -22,7 +22,9 @@ from flash_qsa.testing.inputs import Shape
 from flash_qsa.testing.vllm_layout import PagedEngine
 
 
-@pytest.mark.parametrize("limits", [(1, 16, 1, 64), (256, 8192, 4, 262_144), (3, 2048, 2, 5000)])
+@pytest.mark.parametrize(
+    "limits", [(1, 16, 1, 64), (256, 8192, 4, 262_144), (3, 2048, 2, 5000), (8, 3, 4, 64)]
+)
 def test_shapes_stay_within_the_engines_limits(limits):
     max_requests, max_tokens, draft_rows, max_len = limits
     shapes = step_shapes(*limits)
@@ -32,13 +34,15 @@ def test_shapes_stay_within_the_engines_limits(limits):
         assert shape.rows <= max_tokens
         assert shape.query_len <= shape.seq_len <= max(max_len, shape.query_len)
     decodes = {(s.requests, s.query_len) for s in shapes if s.decode}
-    assert {query for _, query in decodes} == {1, draft_rows}
-    assert (max_requests, 1) in decodes
+    assert {query for _, query in decodes} == {n for n in (1, draft_rows) if n <= max_tokens}
+    assert (min(max_requests, max_tokens), 1) in decodes
     assert {s.rows for s in shapes if not s.decode} >= {min(64, max_tokens), max_tokens}
 
 
 def test_names_say_what_ran():
     assert str(StepShape(8, 4, 16_384, True)) == "decode 8 × 4 rows, 16384 tokens"
+    mixed = StepShape(8, 4, 16_384, True, 512)
+    assert str(mixed) == "decode 8 × 4 + 512 rows, 16384 tokens"
     assert str(StepShape(1, 512, 1024, False)) == "prefill 1 × 512 rows, 1024 tokens"
 
 
@@ -95,5 +99,9 @@ def test_the_plan_describes_the_shape_to_schedules():
     assert (plan.num_rows, plan.num_decodes, plan.decode_query_len) == (12, 3, 4)
     assert plan.page_table.shape == (3, 5) and plan.ring_capacity == 8
     assert (plan.request_ids == -1).all() and (plan.visible_blocks == 0).all()
+    mixed = padding_plan(StepShape(3, 4, 60, True, 7), 5, **sizes)
+    assert (mixed.num_rows, mixed.num_requests, mixed.num_decodes) == (19, 4, 3)
+    assert (mixed.num_decode_tokens, mixed.decode_query_len, mixed.max_query_len) == (12, 4, 7)
+    assert mixed.page_table.shape == (4, 5)
     plan = padding_plan(StepShape(1, 20, 64, False), 5, **sizes)
     assert (plan.num_decodes, plan.decode_query_len, plan.max_query_len) == (0, 0, 20)

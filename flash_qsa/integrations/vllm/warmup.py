@@ -5,9 +5,9 @@ vLLM's own warm-up looks for its own layers and finds none in a model that runs 
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import sys
+import time
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from flash_qsa.integrations.vllm.step import attend_step, prepare_step, select_s
 from flash_qsa.ops.batch_plan.api import PlanRows
 from flash_qsa.ops.prepare.api import Caches
 from flash_qsa.plan import BatchPlan
+from flash_qsa.warmup import StepShape, step_shapes
 
 logger = logging.getLogger("vllm.flash_qsa")
 
@@ -53,13 +54,16 @@ def warm_up(worker: Any) -> list[str]:
         1 + config.num_speculative_tokens,
         config.model_config.max_model_len,
     )
+    # the largest first: smaller ones then fit the memory that torch has cached
+    shapes.sort(key=lambda shape: shape.rows * shape.seq_len, reverse=True)
+    start = time.monotonic()
     unlike = {_signature(layer): layer for layer in layers}
     for layer in unlike.values():
         for shape in shapes:
             run_padding(layer, shape, config.model_config.max_model_len)
-    names = [str(shape) for shape in shapes]
-    logger.info("flash-qsa warmed up %d batch shapes: %s.", len(names), "; ".join(names))
-    return names
+    taken = time.monotonic() - start
+    logger.info("flash-qsa warmed up %d batch shapes in %.0f s.", len(shapes), taken)
+    return [str(shape) for shape in shapes]
 
 
 def _signature(layer: Any) -> tuple:
@@ -78,44 +82,6 @@ def _signature(layer: Any) -> tuple:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class StepShape:
-    """A batch as far as schedules look at it."""
-
-    requests: int
-    query_len: int
-    seq_len: int
-    decode: bool
-
-    @property
-    def rows(self) -> int:
-        return self.requests * self.query_len
-
-    def __str__(self) -> str:
-        kind = "decode" if self.decode else "prefill"
-        return f"{kind} {self.requests} × {self.query_len} rows, {self.seq_len} tokens"
-
-
-def step_shapes(
-    max_requests: int, max_tokens: int, max_draft_rows: int, max_seq_len: int
-) -> list[StepShape]:
-    """Decode and verification batches of growing size, and prefill chunks, short and long."""
-    lengths = sorted({min(length, max_seq_len) for length in (1024, 16_384, 131_072)})
-    requests = sorted({min(1 << power, max_requests) for power in range(0, 11, 2)})
-    shapes = [
-        StepShape(count, query, length, True)
-        for query in sorted({1, max_draft_rows})
-        for count in requests
-        for length in lengths
-        if count * query <= max_tokens and query <= length
-    ]
-    chunks = sorted({min(size, max_tokens) for size in (64, 512, 2048, max_tokens)})
-    shapes += [
-        StepShape(1, chunk, max(length, chunk), False) for chunk in chunks for length in lengths
-    ]
-    return list(dict.fromkeys(shapes))
-
-
 def padding_plan(
     shape: StepShape,
     columns: int,
@@ -131,21 +97,16 @@ def padding_plan(
         buffer.fill_(-1)
     rows.visible_blocks.zero_()
     index = {"dtype": torch.int32, "device": device}
+    requests = shape.counts()["num_requests"]
     return BatchPlan(
-        num_tokens=shape.rows,
-        num_requests=shape.requests,
-        num_decodes=shape.requests if shape.decode else 0,
-        num_decode_tokens=shape.rows if shape.decode else 0,
-        decode_query_len=shape.query_len if shape.decode else 0,
-        max_query_len=shape.query_len,
-        max_seq_len=shape.seq_len,
+        **shape.counts(),
         compress_ratio=ratio,
         page_size=page_size,
         ring_capacity=ring_capacity,
-        query_start=torch.zeros(shape.requests + 1, **index),
-        seq_lens=torch.zeros(shape.requests, **index),
-        page_table=torch.full((shape.requests, columns), -1, **index),
-        ring_table=torch.full((shape.requests, 1), -1, **index),
+        query_start=torch.zeros(requests + 1, **index),
+        seq_lens=torch.zeros(requests, **index),
+        page_table=torch.full((requests, columns), -1, **index),
+        ring_table=torch.full((requests, 1), -1, **index),
         **rows._asdict(),
     )
 

@@ -119,7 +119,8 @@ def _run_phase(
             score = replace(score, **tuning.get("score", {}))
             # only a scorer that is resident as a whole lets the selection start before its end
             grid = -(-(end - begin) // score.rows) * score.splits
-            dependent = step.pdl and grid <= tiles.DECODE_PROGRAMS * target.processors
+            dependent = grid <= tiles.DECODE_PROGRAMS * target.processors
+            dependent = step.pdl and phase.decode and dependent
             step.score(score, select, begin, end, space, target, dependent)
         if "select" in parts:
             step.select(select, begin, end, space, dependent)

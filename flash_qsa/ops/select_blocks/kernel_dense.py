@@ -22,7 +22,7 @@ import triton.language as tl
 from flash_qsa.ops.select_blocks.kernel_score import HIDDEN, hide, operand, sum_heads
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["request_begin", "width", "num_pages", "table_pages", "tiles"])
 def gather_kernel(
     cache_ptr,
     page_table_ptr,
@@ -121,7 +121,17 @@ def _halves(x, ROWS: tl.constexpr):
     return tl.reshape(low, (32, ROWS)), tl.reshape(high, (32, ROWS))
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "row_begin",
+        "row_end",
+        "spare_row",
+        "width",
+        "request_begin",
+        "num_requests",
+        "splits",
+    ]
+)
 def dense_score_kernel(
     query_ptr,
     keys_ptr,

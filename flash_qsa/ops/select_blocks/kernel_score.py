@@ -113,7 +113,17 @@ def _queries(query_ptr, columns_at, column_ok, offs_d, HEAD_DIM, E4M3, WIDEN):
     return tl.trans(operand(values, E4M3, WIDEN))
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "row_begin",
+        "row_end",
+        "width",
+        "num_requests",
+        "num_pages",
+        "table_pages",
+        "splits",
+    ]
+)
 def score_kernel(
     query_ptr,
     cache_ptr,

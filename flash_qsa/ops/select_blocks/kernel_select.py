@@ -191,7 +191,7 @@ def _select_listed(
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row_begin", "width", "num_requests"])
 def select_kernel(
     scores_ptr,
     maxima_ptr,

@@ -74,7 +74,16 @@ def _locate(table, place, last, wanted, PAGE: tl.constexpr):
     return page * unit_page + (place - column * PAGE) * unit_token, lost
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "first_row",
+        "end_row",
+        "num_requests",
+        "num_columns",
+        "num_pages",
+        "num_tiles",
+    ]
+)
 def build_kernel(
     ids_ptr,
     positions_ptr,

@@ -11,7 +11,7 @@ import triton.language as tl
 from flash_qsa.ops.sparse_attention.primitives import LN2, LOG2E, LOWEST
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_row", "splits"])
 def merge_kernel(
     acc_ptr,
     stats_ptr,
@@ -25,16 +25,17 @@ def merge_kernel(
     stride_lse_t,
     stride_lse_h,
     first_row,
+    splits,
     num_heads,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    SPLITS: tl.constexpr,
     BLOCK_S: tl.constexpr,
     HAS_GATE: tl.constexpr,
     HAS_LSE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid [rows, Hq, ceil(D / BLOCK_D)]. acc [rows, Hq, SPLITS, D], stats [..., 2]."""
+    """Grid [rows, Hq, ceil(D / BLOCK_D)]. acc [rows, Hq, splits, D], stats [..., 2]; BLOCK_S is a
+    power of two, at least the splits."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     index = tl.program_id(0).to(tl.int64)
@@ -42,9 +43,9 @@ def merge_kernel(
     head = tl.program_id(1)
     offs_d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     offs_s = tl.arange(0, BLOCK_S)
-    mask_s = offs_s < SPLITS
+    mask_s = offs_s < splits
     mask_d = offs_d < DIM
-    cell = (index * num_heads + head) * SPLITS + offs_s
+    cell = (index * num_heads + head) * splits + offs_s
 
     peaks = tl.load(stats_ptr + cell * 2, mask=mask_s, other=LOWEST)
     totals = tl.load(stats_ptr + cell * 2 + 1, mask=mask_s, other=0.0)

@@ -118,7 +118,16 @@ def _step(
     return acc, lanes * shrink + weights, new_peak
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "first_row",
+        "end_row",
+        "rows_per_program",
+        "num_requests",
+        "num_columns",
+        "num_pages",
+    ]
+)
 def rows_kernel(
     q_ptr,
     k_ptr,
@@ -156,6 +165,7 @@ def rows_kernel(
     stride_lse_h,
     first_row,
     end_row,
+    rows_per_program,
     num_ids,
     ids_per_split,
     list_size,
@@ -172,8 +182,8 @@ def rows_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     CHUNK: tl.constexpr,
-    ROWS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    MANY: tl.constexpr,
+    SPLIT: tl.constexpr,
     SAME: tl.constexpr,
     ALIGN: tl.constexpr,
     COMPUTE: tl.constexpr,
@@ -187,8 +197,9 @@ def rows_kernel(
     SHARED_ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid [ceil(rows / ROWS), Hkv, SPLITS]. With SHARED_ROWS, tiles of so many rows (a multiple of
-    ROWS) whose shared_ptr entry is not zero were attended by the row-union schedule already.
+    """Grid [ceil(rows / rows_per_program), Hkv, splits]. MANY: more than one row a program; SPLIT:
+    more than one split. With SHARED_ROWS, tiles of so many rows (a multiple of rows_per_program)
+    whose shared_ptr entry is not zero were attended by the row-union schedule already.
 
     lists: int32 or int64 scratch, list_size cells a program; twice that unless K and V share
     offsets (SAME). Offsets are in units of ALIGN elements, which divides every stride.
@@ -199,6 +210,7 @@ def rows_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     kv_head = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
+    splits = tl.num_programs(2) if SPLIT else 1
     ACTIVATION: tl.constexpr = q_ptr.dtype.element_ty
     SHIFT: tl.constexpr = WIDTH // 2 - WIDTH // 8  # log2, for 1, 2, 4 and 8
     offs_m = tl.arange(0, BLOCK_M)
@@ -220,10 +232,10 @@ def rows_kernel(
     k_list = lists_ptr + program * list_size * (1 if SAME else 2)
     v_list = k_list if SAME else k_list + list_size
 
-    begin = first_row + tl.program_id(0) * ROWS
-    end = tl.minimum(begin + ROWS, end_row)
+    begin = first_row + tl.program_id(0) * rows_per_program
+    end = tl.minimum(begin + rows_per_program, end_row)
     if SHARED_ROWS > 0:
-        tile = tl.program_id(0) * ROWS // SHARED_ROWS
+        tile = tl.program_id(0) * rows_per_program // SHARED_ROWS
         end = tl.where(tl.load(shared_ptr + tile) != 0, begin, end)
     for row32 in range(begin, end):
         row = tl.cast(row32, tl.int64)
@@ -247,7 +259,7 @@ def rows_kernel(
         q = tl.load(q_ptr + q_at, mask=mask_m[:, None] & mask_d[None, :], other=0.0).to(COMPUTE)
 
         first_id = split * ids_per_split
-        if ROWS > 1:
+        if MANY:
             tl.debug_barrier()
         cells = _list_cells(
             k_list,
@@ -274,7 +286,7 @@ def rows_kernel(
 
         # The sequence: the open group (in the last split), then the cells' tokens.
         tail = tl.maximum(position + 1 - tail_start, 0)
-        tail = tl.where(split == SPLITS - 1, tail, 0)
+        tail = tl.where(split == splits - 1, tail, 0)
         total_tokens = tail + cells * WIDTH
         masked_end = (tail + BLOCK_N - 1) // BLOCK_N * BLOCK_N
         last_cell = tl.maximum(cells - 1, 0)
@@ -317,7 +329,7 @@ def rows_kernel(
         total = tl.sum(lanes, 1)
         if V_SCALE > 0:
             acc = acc * read_scale(v_scale_ptr, V_SCALE == 2)
-        if SPLITS == 1:
+        if not SPLIT:
             out_at = row * stride_out_t + heads[:, None] * stride_out_h + offs_d[None, :]
             gate_at = row * stride_gate_t + heads[:, None] * stride_gate_h + offs_d[None, :]
             store_result(
@@ -334,7 +346,7 @@ def rows_kernel(
             )
         else:
             num_heads = tl.num_programs(1) * GROUP
-            cell = ((row - first_row) * num_heads + heads) * SPLITS + split
+            cell = ((row - first_row) * num_heads + heads) * splits + split
             tl.store(
                 acc_ptr + cell[:, None] * DIM + offs_d[None, :],
                 acc,

@@ -67,7 +67,7 @@ def _either(a, b):
     return a | b
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_row", "end_row"])
 def union_kernel(
     q_ptr,
     k_ptr,
@@ -109,7 +109,7 @@ def union_kernel(
     ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
     FIXED: tl.constexpr,
     COMPUTE: tl.constexpr,
     FP8_BYTES: tl.constexpr,
@@ -118,12 +118,14 @@ def union_kernel(
     K_SCALE: tl.constexpr,
     V_SCALE: tl.constexpr,
 ):
-    """Grid [tiles, Hkv, SPLITS]. DIM and RATIO are powers of two, BLOCK_N a multiple of RATIO."""
+    """Grid [tiles, Hkv, splits]; SPLIT: more than one split. DIM and RATIO are powers of two,
+    BLOCK_N a multiple of RATIO."""
     tile = tl.program_id(0)
     if tl.load(shared_ptr + tile) == 0:
         return
     kv_head = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
+    splits = tl.num_programs(2) if SPLIT else 1
     ACTIVATION: tl.constexpr = q_ptr.dtype.element_ty
     CELLS: tl.constexpr = BLOCK_N // RATIO
     offs_m = tl.arange(0, BLOCK_M)
@@ -148,7 +150,7 @@ def union_kernel(
     k_ptr += kv_head * stride_k_h
     v_ptr += kv_head * stride_v_h
     steps = tl.load(counts_ptr + tile) // CELLS
-    per_split = tl.cdiv(steps, SPLITS)
+    per_split = tl.cdiv(steps, splits)
     begin = split * per_split
     end = tl.minimum(begin + per_split, steps)
 
@@ -208,7 +210,7 @@ def union_kernel(
     total = tl.sum(lanes, 1)
     if FIXED:
         # Partials of peaks 2^126 apart lose one another: narrower bounds keep that harmless.
-        LIMIT: tl.constexpr = SAFE_SUM if SPLITS == 1 else SAFE_PARTIAL_SUM
+        LIMIT: tl.constexpr = SAFE_PARTIAL_SUM if SPLIT else SAFE_SUM
         safe = (total > 1.0 / LIMIT) & (total < LIMIT)
         # A row that attends nothing here has no sum that could be wrong.
         some = (tl.reduce(seen, 0, _either) & bits) != 0
@@ -220,7 +222,7 @@ def union_kernel(
         )
     if V_SCALE > 0:
         acc = acc * read_scale(v_scale_ptr, V_SCALE == 2)
-    if SPLITS == 1:
+    if not SPLIT:
         out_at = rows[:, None] * stride_out_t + heads[:, None] * stride_out_h + offs_d[None, :]
         gate_at = rows[:, None] * stride_gate_t + heads[:, None] * stride_gate_h + offs_d[None, :]
         store_result(
@@ -237,7 +239,7 @@ def union_kernel(
         )
     else:
         num_heads = tl.num_programs(1) * GROUP
-        cell = ((rows - first_row) * num_heads + heads) * SPLITS + split
+        cell = ((rows - first_row) * num_heads + heads) * splits + split
         tl.store(acc_ptr + cell[:, None] * DIM + offs_d[None, :], acc, mask=mask_m[:, None])
         tl.store(stats_ptr + cell * 2, tl.where(total > 0, peak, LOWEST), mask=mask_m)
         tl.store(stats_ptr + cell * 2 + 1, total, mask=mask_m)

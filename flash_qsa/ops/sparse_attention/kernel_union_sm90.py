@@ -137,6 +137,7 @@ def _consumer(
     end_row,
     first_head,
     partial_row,
+    num_splits,
     stride_q_t,
     stride_q_h,
     stride_gate_t,
@@ -157,7 +158,7 @@ def _consumer(
     HALF: gl.constexpr,
     GROUP: gl.constexpr,
     DIM: gl.constexpr,
-    SPLITS: gl.constexpr,
+    SPLIT: gl.constexpr,
     HAS_GATE: gl.constexpr,
     HAS_LSE: gl.constexpr,
 ):
@@ -229,7 +230,7 @@ def _consumer(
             kept = weights.to(gl.int32, bitcast=True) & attended
             weights = kept.to(gl.float32, bitcast=True)
             lanes += _lane_sums(weights)
-            if SPLITS > 1:
+            if SPLIT:
                 seen |= member
             operand = gl.convert_layout(weights.to(DTYPE), p_layout)
             mbarrier.wait(v_ready.index(stage), phase)
@@ -248,7 +249,7 @@ def _consumer(
     total = gl.convert_layout(gl.sum(lanes, 1), gl.SliceLayout(1, s_layout))
     row_s = first_row + offs_ms // GROUP
     live_s = (offs_ms < HALF * GROUP) & (row_s < end_row)
-    if SPLITS > 1:
+    if SPLIT:
         safe = (total > 1.0 / SAFE_PARTIAL_SUM) & (total < SAFE_PARTIAL_SUM)
         # A row that attends nothing here has no sum that could be wrong.
         some = (gl.reduce(seen, 0, _either) & bits) != 0
@@ -259,15 +260,15 @@ def _consumer(
     if unsafe > 0:
         gl.store(shared_ptr, 0)
 
-    if SPLITS > 1:
+    if SPLIT:
         peak = gl.where(total > 0, peak, LOWEST)
         at = (partial_row + offs_ms // GROUP).to(gl.int64) * gl.num_programs(1) * GROUP
-        at = (at + first_head + offs_ms % GROUP) * SPLITS + gl.program_id(2)
+        at = (at + first_head + offs_ms % GROUP) * num_splits + gl.program_id(2)
         gl.store(stats_ptr + 2 * at, peak, mask=live_s)
         gl.store(stats_ptr + 2 * at + 1, total, mask=live_s)
         store_partial(
-            acc_ptr, acc, partial_row, first_head, first_row, end_row,
-            HALF, GROUP, DIM, SPLITS, o_layout,
+            acc_ptr, acc, partial_row, num_splits, first_head, first_row, end_row,
+            HALF, GROUP, DIM, o_layout,
         )  # fmt: skip
     else:
         if HAS_LSE:
@@ -282,7 +283,7 @@ def _consumer(
         )  # fmt: skip
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["first_row", "end_row", "num_splits"])
 def union_sm90_kernel(
     q_ptr,
     k_ptr,
@@ -310,6 +311,7 @@ def union_sm90_kernel(
     stride_lse_h,
     first_row,
     end_row,
+    num_splits,
     capacity,
     scale,
     RATIO: gl.constexpr,
@@ -319,14 +321,14 @@ def union_sm90_kernel(
     DIM: gl.constexpr,
     HALF: gl.constexpr,
     PRODUCER_REGS: gl.constexpr,
-    SPLITS: gl.constexpr,
+    SPLIT: gl.constexpr,
     HAS_GATE: gl.constexpr,
     HAS_LSE: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Grid [tiles, Hkv, SPLITS]; a split takes consecutive steps. counts in cells, a multiple of
-    64 / C; sections int32 [tiles, 2], the 64-token steps that only the first and only the second
-    half attends, interleaved in front."""
+    """Grid [tiles, Hkv, splits]; a split takes consecutive steps, SPLIT: there are several. counts
+    in cells, a multiple of 64 / C; sections int32 [tiles, 2], the 64-token steps that only the
+    first and only the second half attends, interleaved in front."""
     tile = gl.program_id(0)
     if gl.load(shared_ptr + tile) == 0:
         return
@@ -335,7 +337,8 @@ def union_sm90_kernel(
     first_steps = gl.load(sections_ptr + 2 * tile)
     second_steps = gl.load(sections_ptr + 2 * tile + 1)
 
-    per_split = (steps + SPLITS - 1) // SPLITS
+    splits = num_splits if SPLIT else 1
+    per_split = (steps + splits - 1) // splits
     begin = gl.minimum(gl.program_id(2) * per_split, steps)
     end = gl.minimum(begin + per_split, steps)
 
@@ -367,20 +370,20 @@ def union_sm90_kernel(
             (_consumer, (
                 q_ptr, gate_ptr, out_ptr, lse_ptr, acc_ptr, stats_ptr, masks, shared_ptr + tile,
                 begin, end, steps, first_steps, second_steps,
-                row, end_row, head, tile * 2 * HALF,
+                row, end_row, head, tile * 2 * HALF, num_splits,
                 stride_q_t, stride_q_h, stride_gate_t, stride_gate_h,
                 stride_out_t, stride_out_h, stride_lse_t, stride_lse_h, log2_scale,
                 q_first, k_smem, v_smem, k_ready, v_ready, k_free, v_free,
-                0, HALF, GROUP, DIM, SPLITS, HAS_GATE, HAS_LSE,
+                0, HALF, GROUP, DIM, SPLIT, HAS_GATE, HAS_LSE,
             )),
             (_consumer, (
                 q_ptr, gate_ptr, out_ptr, lse_ptr, acc_ptr, stats_ptr, masks, shared_ptr + tile,
                 begin, end, steps, first_steps, second_steps,
-                row + HALF, end_row, head, tile * 2 * HALF + HALF,
+                row + HALF, end_row, head, tile * 2 * HALF + HALF, num_splits,
                 stride_q_t, stride_q_h, stride_gate_t, stride_gate_h,
                 stride_out_t, stride_out_h, stride_lse_t, stride_lse_h, log2_scale,
                 q_second, k_smem, v_smem, k_ready, v_ready, k_free, v_free,
-                1, HALF, GROUP, DIM, SPLITS, HAS_GATE, HAS_LSE,
+                1, HALF, GROUP, DIM, SPLIT, HAS_GATE, HAS_LSE,
             )),
             (_producer, (
                 k_ptr + kv_head * stride_k_h, v_ptr + kv_head * stride_v_h, cells, masks,

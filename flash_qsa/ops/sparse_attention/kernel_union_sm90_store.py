@@ -18,20 +18,20 @@ def store_partial(
     acc_ptr,
     acc,
     partial_row,
+    num_splits,
     first_head,
     first_row,
     end_row,
     HALF: gl.constexpr,
     GROUP: gl.constexpr,
     DIM: gl.constexpr,
-    SPLITS: gl.constexpr,
     layout: gl.constexpr,
 ):
-    """acc [64, D] to FP32 partials [rows, Hq, SPLITS, D] of this split, for `kernel_merge`."""
+    """acc [64, D] to FP32 partials [rows, Hq, splits, D] of this split, for `kernel_merge`."""
     offs_m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
     offs_d = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
     at = (partial_row + offs_m // GROUP).to(gl.int64) * gl.num_programs(1) * GROUP
-    at = (at + first_head + offs_m % GROUP) * SPLITS + gl.program_id(2)
+    at = (at + first_head + offs_m % GROUP) * num_splits + gl.program_id(2)
     live = (offs_m < HALF * GROUP) & (first_row + offs_m // GROUP < end_row)
     gl.store(acc_ptr + at[:, None] * DIM + offs_d[None, :], acc, mask=live[:, None])
 

@@ -65,7 +65,8 @@ def launch_rows(
     width, same, align, integers = cell_layout(
         pages, page_size, call.ratio, based, strides[2:5], strides[5:]
     )
-    list_size = max(rows.ids_per_split * call.ratio // width, 1)
+    # one class of numbers for the compiler, which tells multiples of 16 from others
+    list_size = max(-(-rows.ids_per_split * call.ratio // (16 * width)) * 16, 16)
     count = tiles * kv_heads * rows.splits * list_size * (1 if same else 2)
     lists = call.query.new_empty(count, dtype=integers)
     rows_kernel[(tiles, kv_heads, rows.splits)](
@@ -92,6 +93,7 @@ def launch_rows(
         *call.output_strides(),
         segment.first_row,
         segment.end_row,
+        rows_per_program,
         call.block_ids.shape[1],
         rows.ids_per_split,
         list_size,
@@ -106,9 +108,9 @@ def launch_rows(
         BLOCK_M=max(16, choices.next_power(heads // kv_heads)),
         BLOCK_N=rows.block_n,
         BLOCK_D=max(16, choices.next_power(dim)),
-        CHUNK=min(max(choices.next_power(list_size), 16), 1024),
-        ROWS=rows_per_program,
-        SPLITS=rows.splits,
+        CHUNK=min(choices.next_power(list_size), 1024),
+        MANY=rows_per_program > 1,
+        SPLIT=rows.splits > 1,
         SAME=same,
         ALIGN=align,
         COMPUTE=TYPES[call.compute],
@@ -144,10 +146,10 @@ def launch_merge(
         call.or_dummy(call.lse),
         *call.output_strides(),
         segment.first_row,
+        splits,
         heads,
         DIM=dim,
         BLOCK_D=block_d,
-        SPLITS=splits,
         BLOCK_S=block_s,
         HAS_GATE=call.gate is not None,
         HAS_LSE=call.lse is not None,

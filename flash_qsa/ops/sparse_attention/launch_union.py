@@ -26,7 +26,9 @@ def launch_union(call: Call, segment: Segment, union: UnionTiles, rows: RowTiles
     kv_heads, page_size = call.keys.shape[1:3]
     num_ids, num_columns = call.block_ids.shape[1], call.page_table.shape[1]
     tiles = -(-(segment.end_row - segment.first_row) // union.rows)
-    words = max(-(-num_columns * page_size // (32 * call.ratio)), 1)
+    # in whole sixteens, so that the compiler's classes of numbers do not tell them apart
+    words = max(-(-num_columns * page_size // (512 * call.ratio)), 1) * 16
+    flags = -(-tiles // 16) * 16
 
     def buffer(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return call.query.new_empty(shape, dtype=dtype)
@@ -37,7 +39,7 @@ def launch_union(call: Call, segment: Segment, union: UnionTiles, rows: RowTiles
     listed = tiles * union.capacity + union.block_n
     cells = buffer(listed)
     masks = buffer(listed, call.ratio, dtype=torch.int16)
-    counts, shared = buffer(2, tiles).unbind(0)
+    counts, shared = buffer(2, flags)[:, :tiles].unbind(0)
     sections = buffer(tiles, 2)
     build_kernel[(union.build_programs,)](
         call.block_ids,
@@ -127,6 +129,7 @@ def _launch_hopper(
         *call.output_strides(),
         segment.first_row,
         segment.end_row,
+        union.splits,
         union.capacity,
         call.scale,
         RATIO=call.ratio,
@@ -136,7 +139,7 @@ def _launch_hopper(
         DIM=call.query.shape[2],
         HALF=union.half,
         PRODUCER_REGS=union.producer_regs,
-        SPLITS=union.splits,
+        SPLIT=union.splits > 1,
         HAS_GATE=call.gate is not None,
         HAS_LSE=call.lse is not None,
         num_warps=4,
@@ -183,7 +186,7 @@ def _attend_union(
         ROWS=union.rows,
         BLOCK_M=union.block_m,
         BLOCK_N=union.block_n,
-        SPLITS=union.splits,
+        SPLIT=union.splits > 1,
         FIXED=union.fixed,
         COMPUTE=TYPES[call.compute],
         FP8_BYTES=call.fp8_bytes,

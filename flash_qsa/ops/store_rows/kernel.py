@@ -16,7 +16,7 @@ from flash_qsa.ops.fp8 import as_bytes, is_fp8
 from flash_qsa.ops.store_rows.tiles import choose_tiles
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "cells"])
 def _store_rows_kernel(
     cache_ptr,
     slots_ptr,
