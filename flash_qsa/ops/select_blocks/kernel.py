@@ -20,15 +20,12 @@ from flash_qsa.checks import UnsupportedError
 from flash_qsa.dispatch import interpreting
 from flash_qsa.ops.fp8 import is_fp8
 from flash_qsa.ops.select_blocks import selector, tiles
-from flash_qsa.ops.select_blocks.kernel_dense import dense_score_kernel, gather_kernel
+from flash_qsa.ops.select_blocks.kernel_dense import dense_score_kernel
 from flash_qsa.ops.select_blocks.kernel_score import score_kernel
 from flash_qsa.ops.select_blocks.kernel_select import select_kernel
+from flash_qsa.ops.select_blocks.workspace import GatheredKeys, Workspace
 from flash_qsa.plan import BatchPlan
 from flash_qsa.targets import Target, device_target
-
-ALIGNMENT = 128
-MAX_WORDS = 2**31 - 1
-"""Words that the prefill scorer addresses inside a workspace."""
 
 
 def launch(
@@ -88,7 +85,7 @@ def _run_phase(
     dense = tiles.choose_dense(phase, *shape, target)
     if dense is not None:
         dense = replace(dense, **(tuning.get("dense") or {}))
-        keys = _GatheredKeys(step, phase, dense, product, plan)
+        keys = GatheredKeys(step.cache, step.page_table, step.width, phase, dense, product, plan)
         room = workspace if isinstance(workspace, int) else workspace.numel()
         if 2 * keys.size > room or tuning.get("dense", True) is None:
             dense = None
@@ -96,7 +93,7 @@ def _run_phase(
     order = tuning.get("selector")
     select = selector.choose_tiles(rows, step.width, step.top_k, target, max_group, order)
     select = replace(select, **tuning.get("select", {}))
-    space = _Workspace(
+    space = Workspace(
         workspace,
         step.width,
         select,
@@ -107,7 +104,7 @@ def _run_phase(
     )
     parts = tuning.get("parts", ("score", "select"))
     if dense is not None and "score" in parts:
-        keys.fill(step, space)
+        keys.fill(space, step.e4m3)
     for begin in range(phase.begin, phase.end, space.rows):
         end = min(begin + space.rows, phase.end)
         dependent = False
@@ -126,110 +123,12 @@ def _run_phase(
             step.select(select, begin, end, space, dependent)
 
 
-class _GatheredKeys:
-    """Contiguous compressed keys of the requests that prefill: [requests, width, DIM_PAD]."""
-
-    def __init__(
-        self,
-        step: _Step,
-        phase: tiles.Phase,
-        dense: tiles.DenseTiles,
-        product: torch.dtype,
-        plan: BatchPlan | None,
-    ) -> None:
-        requests = step.page_table.shape[0]
-        # Requests whose rows lie before this phase need no keys here. A phase from the first row
-        # on may be of decodes: their query length can be too long for the decode schedule.
-        self.begin = min(plan.num_decodes, requests) if phase.begin else 0
-        self.count = requests - self.begin
-        pair = 2 * tiles.BLOCK_N
-        self.padded = -(-step.width // pair) * pair
-        self.stride = self.padded * dense.dim_pad
-        self.dim_pad = dense.dim_pad
-        self.dtype = product
-        self.size = self.count * self.stride * product.itemsize
-        self.lengths = None if plan is None else plan.seq_lens.contiguous()
-        self.ratio = 1 if plan is None else plan.compress_ratio
-
-    def fill(self, step: _Step, space: _Workspace) -> None:
-        self.tensor = space.keys.view(self.dtype)
-        cache, table = step.cache, step.page_table
-        blocks = self.padded // tiles.BLOCK_N
-        gather_kernel[(blocks * self.count,)](
-            cache,
-            table,
-            table if self.lengths is None else self.lengths,
-            self.tensor,
-            cache.stride(0),
-            cache.stride(1),
-            table.stride(0),
-            self.stride,
-            self.begin,
-            step.width,
-            cache.shape[0],
-            table.shape[1],
-            blocks,
-            RATIO=self.ratio,
-            HAS_LENGTHS=self.lengths is not None,
-            HEAD_DIM=cache.shape[3],
-            DIM_PAD=self.dim_pad,
-            PAGE_BLOCKS=cache.shape[1],
-            BLOCK_N=tiles.BLOCK_N,
-            E4M3=step.e4m3,
-            num_warps=4,
-        )
-
-
 def _storage(tensor: torch.Tensor, target: Target) -> torch.Tensor:
     """FP8 in the type that the target multiplies, or as bytes where it has none."""
     if not is_fp8(tensor.dtype):
         return tensor
     native = target.backend == "cuda" and target.has_e4m3 and tensor.device.type != "cpu"
     return tensor.view(torch.float8_e4m3fn if native else torch.uint8)
-
-
-class _Workspace:
-    """Scores, group maxima and lists of as many rows as fit, behind `keys_size` bytes of keys.
-
-    One spare row of scores and maxima takes what the prefill scorer writes for rows that need none.
-    """
-
-    def __init__(
-        self,
-        given: int | torch.Tensor,
-        width: int,
-        select: tiles.SelectTiles | tiles.CudaSelectTiles,
-        rows: int,
-        top_k: int,
-        device: torch.device,
-        keys_size: int = 0,
-    ) -> None:
-        pair = 2 * tiles.BLOCK_N
-        self.widths = (
-            -(-width // pair) * pair,
-            -(-max(select.units, pair // select.group) // 16) * 16 if select.group > 1 else 0,
-            select.scratch(top_k),
-        )
-        row_bytes = 4 * sum(self.widths)
-        buffer = given if isinstance(given, torch.Tensor) else None
-        skip = 0 if buffer is None else -buffer.data_ptr() % ALIGNMENT
-        room = (given if buffer is None else buffer.numel()) - skip - keys_size
-        fit = min(room // row_bytes, MAX_WORDS // max(self.widths)) - 1
-        self.rows = min(rows, fit)
-        if self.rows < 1:
-            raise ValueError(
-                f"workspace: rows of {width} blocks need {2 * row_bytes + ALIGNMENT} bytes, "
-                f"got {room + skip}"
-            )
-        if self.rows < rows and self.rows > 64:
-            self.rows -= self.rows % 64
-        size = keys_size + (self.rows + 1) * row_bytes
-        if buffer is None:
-            buffer = torch.empty(size, dtype=torch.uint8, device=device)
-        self.keys = buffer[skip : skip + keys_size]
-        words = buffer[skip + keys_size : skip + size].view(torch.int32)
-        parts = words.split([(self.rows + 1) * columns for columns in self.widths])
-        self.scores, self.maxima, self.scratch = parts
 
 
 class _Step:
@@ -254,7 +153,7 @@ class _Step:
         select: tiles.SelectTiles | tiles.CudaSelectTiles,
         begin: int,
         end: int,
-        space: _Workspace,
+        space: Workspace,
         target: Target,
         dependent: bool,
     ) -> None:
@@ -310,8 +209,8 @@ class _Step:
         select: tiles.SelectTiles | tiles.CudaSelectTiles,
         begin: int,
         end: int,
-        space: _Workspace,
-        keys: _GatheredKeys,
+        space: Workspace,
+        keys: GatheredKeys,
         target: Target,
     ) -> None:
         query = self.query
@@ -358,7 +257,7 @@ class _Step:
         select: tiles.SelectTiles | tiles.CudaSelectTiles,
         begin: int,
         end: int,
-        space: _Workspace | None,
+        space: Workspace | None,
         dependent: bool = False,
     ) -> None:
         if isinstance(select, tiles.CudaSelectTiles):
@@ -401,7 +300,7 @@ class _Step:
         select: tiles.CudaSelectTiles,
         begin: int,
         end: int,
-        space: _Workspace,
+        space: Workspace,
         dependent: bool,
     ) -> None:
         tensors = (
