@@ -40,7 +40,7 @@ def warm_up(worker: Any) -> list[str]:
     written.
 
     Returns:
-        One entry a shape: "8 requests of 4 rows, 16384 tokens".
+        One entry a shape: "decode 8 × 4 rows, 16384 tokens".
     """
     from flash_qsa.integrations.vllm.owner import QSAAttention
 

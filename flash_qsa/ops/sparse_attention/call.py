@@ -9,6 +9,7 @@ import triton.language as tl
 
 from flash_qsa import dispatch
 from flash_qsa.checks import E4M3_DTYPES, Scale
+from flash_qsa.ops.sparse_attention.tiles import cell_units
 from flash_qsa.plan import BatchPlan
 from flash_qsa.targets import Target, device_target
 
@@ -58,6 +59,11 @@ class Call(NamedTuple):
             *self.keys.stride()[:3],
             *self.values.stride()[:3],
         )
+
+    def cell_units(self) -> tuple[int, int, int]:
+        """Of the row unions' lists, see `tiles.cell_units`."""
+        pages, _, page_size, _ = self.keys.shape
+        return cell_units(pages, page_size, self.keys.stride(), self.values.stride())
 
     def output_strides(self) -> tuple[int, ...]:
         gate = self.query if self.gate is None else self.gate

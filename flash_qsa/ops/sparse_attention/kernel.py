@@ -163,12 +163,9 @@ def _hopper(call: Call) -> bool:
         return False
     strides = keys.stride()
     sixteen_byte_rows = (strides[0] | strides[1] | strides[2]) % 8 == 0
-    # Offsets in such units must fit int32.
-    reach = keys.shape[0] * strides[0] // choices.offset_unit(strides)
     return (
         sixteen_byte_rows
-        and reach < 2**31
-        and strides == values.stride()
+        and call.cell_units()[2] > 0
         and keys.data_ptr() % 16 == 0
         and values.data_ptr() % 16 == 0
         and call.scale > 0

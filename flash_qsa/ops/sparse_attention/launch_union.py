@@ -22,8 +22,7 @@ def launch_union(call: Call, segment: Segment, union: UnionTiles, rows: RowTiles
 
     `rows` are that schedule's tiles, with the union's splits.
     """
-    heads, dim = call.query.shape[1:]
-    kv_heads, page_size = call.keys.shape[1:3]
+    page_size = call.keys.shape[2]
     num_ids, num_columns = call.block_ids.shape[1], call.page_table.shape[1]
     tiles = -(-(segment.end_row - segment.first_row) // union.rows)
     # in whole sixteens, so that the compiler's classes of numbers do not tell them apart
@@ -41,6 +40,7 @@ def launch_union(call: Call, segment: Segment, union: UnionTiles, rows: RowTiles
     masks = buffer(listed, call.ratio, dtype=torch.int16)
     counts, shared = buffer(2, flags)[:, :tiles].unbind(0)
     sections = buffer(tiles, 2)
+    unit_page, unit_token, unit = call.cell_units()
     build_kernel[(union.build_programs,)](
         call.block_ids,
         call.positions,
@@ -65,7 +65,8 @@ def launch_union(call: Call, segment: Segment, union: UnionTiles, rows: RowTiles
         tiles,
         words,
         union.capacity,
-        *_units(call)[:2],
+        unit_page,
+        unit_token,
         RATIO=call.ratio,
         PAGE=page_size,
         ROWS=union.rows,
@@ -84,22 +85,12 @@ def launch_union(call: Call, segment: Segment, union: UnionTiles, rows: RowTiles
     partials = allocate_partials(call, segment, union.splits)
     if union.half:
         lists = (cells, masks, counts, sections, shared)
-        _launch_hopper(call, segment, union, lists, partials)
+        _launch_hopper(call, segment, union, lists, unit, partials)
     else:
-        _attend_union(call, segment, union, cells, masks, counts, shared, partials)
+        _attend_union(call, segment, union, (cells, masks, counts, shared), unit, partials)
     # Few rows a program, so that tiles left out spread over all processors.
     launch_rows(call, segment, rows, 2 - union.rows % 2, (shared, union.rows), partials)
     launch_merge(call, segment, union.splits, partials)
-
-
-def _units(call: Call) -> tuple[int, int, int]:
-    """What a page and a token add to a cell (see `kernel_build`), and the elements that it counts:
-    0 where keys and values have no offsets in common that fit int32."""
-    strides = call.keys.stride()
-    unit = choices.offset_unit(strides)
-    if strides != call.values.stride() or call.keys.shape[0] * strides[0] // unit >= 2**31:
-        return call.keys.shape[2], 1, 0
-    return strides[0] // unit, strides[2] // unit, unit
 
 
 def _launch_hopper(
@@ -107,6 +98,7 @@ def _launch_hopper(
     segment: Segment,
     union: UnionTiles,
     lists: tuple[torch.Tensor, ...],
+    unit: int,
     partials: Partials | None,
 ) -> None:
     # Gluon is imported where it runs: older GPUs need only Triton.
@@ -133,7 +125,7 @@ def _launch_hopper(
         union.capacity,
         call.scale,
         RATIO=call.ratio,
-        UNIT=_units(call)[2],
+        UNIT=unit,
         VALUES_AT=apart if 0 < apart <= 4096 else 0,
         GROUP=call.group,
         DIM=call.query.shape[2],
@@ -150,28 +142,20 @@ def _attend_union(
     call: Call,
     segment: Segment,
     union: UnionTiles,
-    cells: torch.Tensor,
-    masks: torch.Tensor,
-    counts: torch.Tensor,
-    shared: torch.Tensor,
+    lists: tuple[torch.Tensor, ...],
+    unit: int,
     partials: Partials | None,
 ) -> None:
-    dim, kv_heads = call.query.shape[2], call.keys.shape[1]
-    acc, stats = partials or (call.query, call.query)
-    union_kernel[(counts.shape[0], kv_heads, union.splits)](
+    union_kernel[(lists[2].shape[0], call.keys.shape[1], union.splits)](
         call.query,
         call.keys,
         call.values,
-        cells,
-        masks,
-        counts,
-        shared,
+        *lists,
         call.or_dummy(call.gate),
         *call.scale_args,
         call.out,
         call.or_dummy(call.lse),
-        acc,
-        stats,
+        *(partials or (call.query, call.query)),
         *call.strides(),
         *call.output_strides(),
         segment.first_row,
@@ -180,9 +164,9 @@ def _attend_union(
         call.scale,
         RATIO=call.ratio,
         PAGE=call.keys.shape[2],
-        UNIT=_units(call)[2],
+        UNIT=unit,
         GROUP=call.group,
-        DIM=dim,
+        DIM=call.query.shape[2],
         ROWS=union.rows,
         BLOCK_M=union.block_m,
         BLOCK_N=union.block_n,

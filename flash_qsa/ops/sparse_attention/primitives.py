@@ -1,4 +1,4 @@
-"""Device functions that the attention kernels share: tiles of cache, softmax updates, epilogues.
+"""Device functions that the attention kernels share: tiles of cache, products, epilogues.
 
 Scores live in units of log2(e), so that probabilities are powers of two. Running maxima start at a
 finite sentinel: a row without a token keeps l = 0 and acc = 0 and never meets inf - inf.
@@ -32,17 +32,6 @@ def product(a, b, COMPUTE: tl.constexpr):
         return tl.dot(a, b, input_precision="ieee")
     else:
         return tl.dot(a, b)
-
-
-@triton.jit
-def online_update(acc, total, peak, scores, v, COMPUTE: tl.constexpr, ACTIVATION: tl.constexpr):
-    """One step of the online softmax; scores [M, N] are -inf where nothing is attended."""
-    new_peak = tl.maximum(peak, tl.max(scores, 1))
-    weights = tl.exp2(scores - new_peak[:, None])
-    shrink = tl.exp2(peak - new_peak)
-    total = total * shrink + tl.sum(weights, 1)
-    acc = acc * shrink[:, None] + product(weights.to(ACTIVATION).to(COMPUTE), v, COMPUTE)
-    return acc, total, new_peak
 
 
 @triton.jit

@@ -239,6 +239,17 @@ def offset_unit(strides: tuple[int, ...]) -> int:
     return step & -step
 
 
+def cell_units(
+    pages: int, page_size: int, keys: tuple[int, ...], values: tuple[int, ...]
+) -> tuple[int, int, int]:
+    """What a page and a token add to a cell of a list (see `kernel_build`), and the elements that a
+    cell counts: 0 where keys and values, of these strides, share no offsets that fit int32."""
+    unit = offset_unit(keys)
+    if keys != values or pages * keys[0] // unit >= 2**31:
+        return page_size, 1, 0
+    return keys[0] // unit, keys[2] // unit, unit
+
+
 def choose_hopper(
     segment: Segment,
     group: int,
