@@ -138,9 +138,12 @@ def results(
     ours = f"flash-qsa {dispatch.choose(backend, device).backend}"
     machine = machine_facts(device)
     for workload in workloads:
-        count = _copies(problem_bytes(workload, dtype), device)
-        problems = [workload_problem(workload, dtype, device, seed) for seed in range(count)]
-        chosen = [select(problem, backend) for problem in problems]
+        problems = [workload_problem(workload, dtype, device)]
+        chosen = [select(problems[0], backend)]
+        moved = min(cost(op, problems[0], chosen[0]).moved for op in ops)
+        for seed in range(1, _copies(moved, problem_bytes(workload, dtype), device)):
+            problems.append(workload_problem(workload, dtype, device, seed))
+            chosen.append(select(problems[-1], backend))
         for op in ops:
             about = {"op": op, "workload": workload.name}
             if faults := gate(op, problems[0], chosen[0], backend):
@@ -171,14 +174,21 @@ def results(
         del problems, chosen
 
 
-def _copies(size: int, device: torch.device) -> int:
-    """Copies of the inputs that exceed the device's last cache together, within reason."""
+MAX_COPIES = 256
+
+
+def _copies(moved: float, size: int, device: torch.device) -> int:
+    """Copies of a problem through which calls rotate, so that none finds its inputs in the device's
+    last cache: three times as large as that together, by the bytes that the least op moves. Caches
+    of `size` bytes each, of which an op may also want copies, take a quarter of the memory."""
     if device.type != "cuda":
         return 1
     import torch
 
-    cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 << 20)
-    return max(1, min(8, -(-3 * cache // size)))
+    properties = torch.cuda.get_device_properties(device)
+    cache = getattr(properties, "L2_cache_size", 64 << 20)
+    room = properties.total_memory // 4 // size
+    return int(max(1, min(MAX_COPIES, -(-3 * cache // moved), room)))
 
 
 def machine_facts(device: torch.device) -> dict[str, Any]:

@@ -96,6 +96,17 @@ def test_calls_that_wait_for_the_device_are_timed_all_the_same(device):
     assert timing.EagerTimer([waiting]).turn() == pytest.approx(50.0)
 
 
+def test_what_launching_a_graph_costs_the_host_is_not_counted(device, monkeypatch):
+    calls = [device.call(300.0, 10.0)] * 4
+
+    def captured(calls):
+        return device.call(25.0, 40.0)
+
+    monkeypatch.setattr(timing, "_captured", captured)
+    times = timing.interleaved({"a": calls}, CUDA, 3, graph=True)
+    assert times["a"] == timing.Times(10.0, 10.0, 10.0, None)
+
+
 def test_cpu_calls_cost_no_host_time_apart(device):
     times = timing.interleaved({"a": [device.call(7.0, 0.0)]}, torch.device("cpu"), 2, graph=True)
     assert times["a"] == timing.Times(7.0, 7.0, 7.0, None)

@@ -49,9 +49,8 @@ def interleaved(
 
     Slow ones are timed less often: no round begins after MAX_SECONDS, once there are MIN_ROUNDS.
 
-    On a CUDA device events give the time, and the host is not measured: either a graph is replayed,
-    or the stream spins until the host has issued all calls of a turn, as the queue of a model that
-    runs ahead of its device would make it wait.
+    On a CUDA device events give the time, and the host is not measured: the stream spins until a
+    turn is issued, as the queue of a model that runs ahead of its device would make it wait.
 
     Args:
         runs: implementation → one callable for each copy of the inputs. Rotating through copies
@@ -59,7 +58,7 @@ def interleaved(
         graph: on a CUDA device, replay a captured graph of all copies. Callables must then be free
             of host synchronisation.
     """
-    timers: dict[str, HostTimer | GraphTimer | EagerTimer]
+    timers: dict[str, HostTimer | EagerTimer]
     if device.type != "cuda":
         timers = {name: HostTimer(calls) for name, calls in runs.items()}
     elif graph:
@@ -92,23 +91,6 @@ class HostTimer:
         return _issue(self.calls)
 
 
-class GraphTimer:
-    """One captured graph of all calls; events of the device time a replay."""
-
-    def __init__(self, calls: Sequence[Run]) -> None:
-        self.replay, self.count = _captured(calls), len(calls)
-        self.host: list[float] = []
-
-    def turn(self) -> float:
-        """Microseconds of one call."""
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        self.replay()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) * 1e3 / self.count
-
-
 class EagerTimer:
     """Calls issued one by one behind a spin of the device, so that it never waits for the host.
 
@@ -138,6 +120,20 @@ class EagerTimer:
                 self.host.append(host)
                 return start.elapsed_time(end) * 1e3 / len(self.calls)
             self.spin_us = min(2 * self.spin_us, MAX_SPIN_US)
+
+
+class GraphTimer(EagerTimer):
+    """One captured graph of all calls, whose replay is issued behind a spin as a call would be."""
+
+    def __init__(self, calls: Sequence[Run]) -> None:
+        self.count = len(calls)
+        super().__init__([_captured(calls)])
+
+    def turn(self) -> float:
+        """Microseconds of one call."""
+        micros = super().turn() / self.count
+        self.host.clear()  # calls are not issued one by one
+        return micros
 
 
 def _issue(calls: Sequence[Run]) -> float:
