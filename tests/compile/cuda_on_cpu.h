@@ -151,6 +151,11 @@ inline int __reduce_min_sync(unsigned, int value) {
   return *std::min_element(lanes, lanes + 32);
 }
 inline int __popc(unsigned word) { return __builtin_popcount(word); }
+
+inline unsigned __dp4a(unsigned a, unsigned b, unsigned sum) {
+  for (int byte = 0; byte < 32; byte += 8) sum += (a >> byte & 0xFF) * (b >> byte & 0xFF);
+  return sum;
+}
 inline int __clz(unsigned word) { return word ? __builtin_clz(word) : 32; }
 inline int __ffs(unsigned word) { return __builtin_ffs(word); }
 template <class T>

@@ -77,6 +77,19 @@ def test_decode_rows_select_as_specified(dtype, select):
     assert_equal(run(problem, 7, tuning={"select": select, "score": {"splits": 2}}))
 
 
+@pytest.mark.parametrize("splits", (1, 3, 40))
+@pytest.mark.parametrize("page_size", (4, 24, 160, 512))
+def test_pages_of_every_size_and_cells_of_every_width(splits, page_size, monkeypatch):
+    if page_size == 24:
+        monkeypatch.setattr(kernel, "NARROW_REACH", 0)  # cells of 64 bits
+    shape = Shape(page_size=page_size, index_dim=20 if page_size == 160 else 16)
+    problem = make_problem([1400, 61, 1301], [1, 1, 1], shape, dtype=torch.float16)
+    whole_numbers(problem)
+    first = torch.tensor([70, 0, 3], dtype=torch.int32)
+    tuning = {"select": GROUPED, "score": {"splits": splits}}
+    assert_equal(run(problem, 7, first=first, tuning=tuning))
+
+
 @pytest.mark.parametrize("dense", (True, False), ids=("prefill", "plain"))
 @pytest.mark.parametrize("select", (REGISTERS, COARSE), ids=("row", "coarse"))
 @pytest.mark.bug("O-06", "O-08")

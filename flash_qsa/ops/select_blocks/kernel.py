@@ -11,10 +11,12 @@ Bytes a row and key: Di · itemsize / rows-per-tile read, 4 written and read aga
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import torch
+import triton.language as tl
 
 from flash_qsa.checks import UnsupportedError
 from flash_qsa.dispatch import interpreting
@@ -26,6 +28,9 @@ from flash_qsa.ops.select_blocks.kernel_select import select_kernel
 from flash_qsa.ops.select_blocks.workspace import GatheredKeys, Workspace
 from flash_qsa.plan import BatchPlan
 from flash_qsa.targets import Target, device_target
+
+NARROW_REACH = 1 << 31
+"""Cells of a cache from which on 32 bits do not hold them."""
 
 
 def launch(
@@ -144,6 +149,10 @@ class _Step:
         self.top_k = out.shape[1]
         self.e4m3 = {torch.uint8: 2, torch.float8_e4m3fn: 1}.get(query.dtype, 0)
         self.ptx = target.backend == "cuda" and not interpreting()
+        pages, strides = cache.shape[0], cache.stride()[:2]
+        self.align = 16 if all(stride % 16 == 0 for stride in strides) else 1
+        reach = (pages * strides[0] + cache.shape[1] * strides[1]) // self.align
+        self.cell_dtype = tl.int32 if reach < NARROW_REACH else tl.int64
         # dependent launch: the selection's start overlaps the scorer's end
         self.pdl = self.ptx and target.capability >= (9, 0)
 
@@ -170,8 +179,8 @@ class _Step:
             space.maxima if select.group > 1 else space.scores,
             query.stride(0),
             query.stride(1),
-            cache.stride(0),
-            cache.stride(1),
+            cache.stride(0) // self.align,
+            cache.stride(1) // self.align,
             table.stride(0),
             space.widths[0],
             space.widths[1],
@@ -193,14 +202,19 @@ class _Step:
             BLOCK_N=tiles.BLOCK_N,
             GROUP=select.group,
             PAGE_BLOCKS=cache.shape[1],
+            RUN=math.gcd(cache.shape[1], tiles.BLOCK_N),
             E4M3=self.e4m3,
             WIDEN=not target.has_bf16,
             HAS_FIRST=self.has_first,
             PTX=self.ptx,
             PDL=dependent,
+            KEEP=dependent and 4 * (end - begin) * self.width <= tiles.KEPT_BYTES,
+            CELL=self.cell_dtype,
+            ALIGN=self.align,
             STAGES=score.num_stages,
             num_warps=score.num_warps,
             **options,
+            **({"launch_pdl": True} if dependent else {}),
         )
 
     def score_dense(

@@ -69,10 +69,22 @@ def operand(values, E4M3: tl.constexpr, WIDEN: tl.constexpr):
 
 
 @triton.jit
-def scatter(pointers, values, wanted, PTX: tl.constexpr):
+def scatter(pointers, values, wanted, PTX: tl.constexpr, KEEP: tl.constexpr = False):
     """Stores int32 values where `wanted` is not 0. PTX stores from the layout that values have;
-    a plain store would first exchange them through shared memory."""
-    if PTX:
+    a plain store would first exchange them through shared memory. KEEP: the device's last cache
+    should hold them against what streams through it."""
+    if PTX and KEEP:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred %p; .reg .b64 %keep; setp.ne.s32 %p, $3, 0;"
+            " createpolicy.fractional.L2::evict_last.b64 %keep, 1.0;"
+            " @%p st.global.L2::cache_hint.b32 [$1], $2, %keep; mov.u32 $0, 0; }",
+            "=r,l,r,r",
+            [pointers.to(tl.int64), values, wanted],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    elif PTX:
         tl.inline_asm_elementwise(
             "{ .reg .pred %p; setp.ne.s32 %p, $3, 0; @%p st.global.b32 [$1], $2; mov.u32 $0, 0; }",
             "=r,l,r,r",
@@ -95,10 +107,17 @@ def hide(keys, ids, top, first, HAS_FIRST: tl.constexpr):
 
 
 @triton.jit
-def _pages(page_row, offs_n, limit, table_pages, PAGE_BLOCKS: tl.constexpr):
-    """Physical page of each key; -1 behind the last visible one and behind the table."""
-    logical = offs_n // PAGE_BLOCKS
-    return tl.load(page_row + logical, mask=offs_n < limit, other=-1)
+def _pages(page_row, offs_run, limit, table_pages, PAGE_BLOCKS: tl.constexpr):
+    """Physical page of each run of keys; -1 where it lies behind the last visible key or behind the
+    table."""
+    logical = offs_run // PAGE_BLOCKS
+    return tl.load(page_row + logical, mask=offs_run < limit, other=-1)
+
+
+@triton.jit
+def _spread(runs, inside):
+    """[runs] values, one for each key of a run: [runs · keys of a run]."""
+    return tl.reshape(runs[:, None] + inside[None, :], (runs.shape[0] * inside.shape[0],))
 
 
 @triton.jit
@@ -158,15 +177,23 @@ def score_kernel(
     BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
     PAGE_BLOCKS: tl.constexpr,
+    RUN: tl.constexpr,
     E4M3: tl.constexpr,
     WIDEN: tl.constexpr,
     HAS_FIRST: tl.constexpr,
     PTX: tl.constexpr,
     PDL: tl.constexpr,
+    KEEP: tl.constexpr,
+    CELL: tl.constexpr,
+    ALIGN: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    """Strides of the cache are in units of ALIGN elements; cells are counted in them, as CELL.
+    RUN keys, a power of two that divides PAGE_BLOCKS and BLOCK_N, lie in one page: it is looked up
+    once for them."""
     if PDL:
-        # the selection may start; it waits for this grid's end before it reads
+        # the selection may start; it waits for this grid's end before it reads scores
+        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     split = tl.program_id(0) % splits
     tile_row = (tl.program_id(0) // splits).to(tl.int64) * ROWS
@@ -194,6 +221,7 @@ def score_kernel(
     queries = _queries(query_ptr, columns_at, column_ok, offs_d, HEAD_DIM, E4M3, WIDEN)
     offs_tile = tl.arange(0, BLOCK_N)
     offs_group = tl.arange(0, BLOCK_N // GROUP)
+    offs_run = tl.arange(0, BLOCK_N // RUN) * RUN
 
     # rows of one request are scored together; a tile seldom has more than one
     left = tl.max(limit, 0)
@@ -210,18 +238,22 @@ def score_kernel(
         page_row = page_table_ptr + request.to(tl.int64) * stride_table
         begin = tl.min(bottom, 0) // BLOCK_N + split
         # the next tile's pages are looked up a step ahead, so that no load waits for another
-        page = _pages(page_row, begin * BLOCK_N + offs_tile, mapped, table_pages, PAGE_BLOCKS)
+        page = _pages(page_row, begin * BLOCK_N + offs_run, mapped, table_pages, PAGE_BLOCKS)
         for tile in tl.range(begin, (last + BLOCK_N - 1) // BLOCK_N, splits, num_stages=STAGES):
             offs_n = tile * BLOCK_N + offs_tile
-            ahead = _pages(page_row, offs_n + splits * BLOCK_N, mapped, table_pages, PAGE_BLOCKS)
-            present = (page >= 0) & (page < num_pages)
-            offsets = (offs_n % PAGE_BLOCKS).to(tl.int64)
-            cells = page.to(tl.int64) * stride_k_page + offsets * stride_k_block
+            run_at = tile * BLOCK_N + offs_run
+            ahead = _pages(page_row, run_at + splits * BLOCK_N, mapped, table_pages, PAGE_BLOCKS)
+            there = tl.where((page >= 0) & (page < num_pages), 1, 0)
+            present = _spread(there, tl.zeros([RUN], tl.int32)) > 0
+            cells = page.to(CELL) * stride_k_page + run_at % PAGE_BLOCKS * stride_k_block
+            cells = _spread(cells, tl.arange(0, RUN) * stride_k_block)
+            # [BLOCK_N, 1]
+            key_rows = (cache_ptr + cells.to(tl.int64) * ALIGN)[:, None]
             dots = tl.zeros((BLOCK_N, ROWS_PAD * HEADS_PAD), tl.float32)
             for start in tl.static_range(0, DIM_PAD, BLOCK_D):
                 # [BLOCK_N, BLOCK_D]
                 keys = tl.load(
-                    cache_ptr + cells[:, None] + (start + offs_d)[None, :],
+                    key_rows + (start + offs_d)[None, :],
                     mask=present[:, None] & (start + offs_d < HEAD_DIM)[None, :],
                     other=0.0,
                 )
@@ -236,12 +268,12 @@ def score_kernel(
                 dots = tl.dot(operand(keys, E4M3, WIDEN), queries, dots, input_precision="ieee")
             scores = ordered(sum_heads(dots, BLOCK_N, ROWS_PAD, HEADS_PAD))
             scores = tl.where(present[:, None], scores, -1)
-            scatter(score_row[None, :] + offs_n[:, None], scores, active[None, :], PTX)
+            scatter(score_row[None, :] + offs_n[:, None], scores, active[None, :], PTX, KEEP)
             if GROUP > 1:
                 scores = hide(scores, offs_n[:, None], top, first, HAS_FIRST)
                 largest = tl.max(tl.reshape(scores, (BLOCK_N // GROUP, GROUP, ROWS_PAD)), 1)
                 offs_g = tile * (BLOCK_N // GROUP) + offs_group
-                scatter(maxima_row[None, :] + offs_g[:, None], largest, active[None, :], PTX)
+                scatter(maxima_row[None, :] + offs_g[:, None], largest, active[None, :], PTX, KEEP)
             page = ahead
         limit = tl.where(mine, 0, limit)
         left = tl.max(limit, 0)

@@ -230,7 +230,7 @@ def select_kernel(
     stored = tl.minimum(visible, width)
     out_row = out_ptr + row * stride_out
     if PDL:
-        # everything above was written before the scorer began
+        # everything above was written before the scorer let this kernel in
         tl.extra.cuda.gdc_wait()
     if stored - first <= TOP_K:
         _write_run(out_row, first, visible - first, TOP_K, TOP_K_PAD)

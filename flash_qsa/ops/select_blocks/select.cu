@@ -25,13 +25,16 @@ constexpr int LOG_BINS = THREADS == 64    ? 8
                          : THREADS == 512 ? 11
                                           : 12;
 constexpr int QUADS = UNITS / THREADS / 4;  // 16-byte words of a thread
+constexpr int PACKS = (QUADS + 3) / 4;
 constexpr int GROUP_QUADS = GROUP > 1 ? GROUP / 4 : 1;
 constexpr int LISTED = GROUP > 1 ? TOP_K + SLACK : 1;
 constexpr int WORDS = GROUP > 1 ? (LISTED * GROUP + 31) / 32 : 1;
 constexpr int OWN_WORDS = (WORDS + THREADS - 1) / THREADS;
 constexpr int HELD = GROUP > 1 ? CAPACITY : 1;
 constexpr int FEW = 64;   // keys of a bin that are ranked against each other
-constexpr int DEPTH = 4;  // 16-byte loads of a thread in flight
+// 16-byte loads of a thread in flight: up to six, all of its share of the listed groups if it can
+constexpr int SHARE = (LISTED * GROUP_QUADS + THREADS - 1) / THREADS;
+constexpr int DEPTH = SHARE < 6 ? SHARE : 6;
 // the first pass looks at four octaves below the largest key: those hold the cut of most rows
 constexpr int FIRST_SHIFT = 23 + 2 - LOG_BINS;
 constexpr int NAN_KEY = -1;
@@ -94,13 +97,12 @@ __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
 
 __device__ __forceinline__ int warp() { return threadIdx.x / 32; }
 
-__device__ __forceinline__ unsigned lanes_before() { return (1u << lane()) - 1; }
-
 // Sum of `value` over the lanes up to this one.
-__device__ __forceinline__ int sum_of_lanes(int value) {
+template <class Number>
+__device__ __forceinline__ Number sum_of_lanes(Number value) {
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(ALL, value, step);
+    const Number other = __shfl_up_sync(ALL, value, step);
     if (lane() >= step) value += other;
   }
   return value;
@@ -265,24 +267,53 @@ __device__ __forceinline__ Cut cut_units(const int (&units)[4 * QUADS], int coun
   return find_cut(visit, low, high, count, TOP_K, most, first_shift(low, high));
 }
 
-// Calls emit(place, unit) for every unit that the cut lets pass, places ascending from the warp's
-// `base` on. TIES: whether the cut has ties.
+// Of a warp's units that pass: how many of each quad precede a lane's, and the warp's sums. A byte a
+// quad, of at most 128 units: one scan over the lanes serves four quads.
+struct Ranks {
+  unsigned before[PACKS], sums[PACKS];
+
+  template <class Passes>
+  __device__ __forceinline__ int count(const int (&units)[4 * QUADS], Passes passes) {
+    int total = 0;
+#pragma unroll
+    for (int pack = 0; pack < PACKS; pack++) {
+      unsigned own = 0;
+#pragma unroll
+      for (int i = 16 * pack; i < 4 * QUADS && i < 16 * pack + 16; i++) {
+        own += passes(units[i]) << 8 * (i / 4 % 4);
+      }
+      const unsigned upto = sum_of_lanes(own);
+      before[pack] = upto - own;
+      sums[pack] = __shfl_sync(ALL, upto, 31);
+      total = __dp4a(sums[pack], 0x01010101u, (unsigned)total);
+    }
+    return total;
+  }
+
+  __device__ __forceinline__ int before_lane(int quad) const { return byte(before, quad); }
+
+  __device__ __forceinline__ int of_warp(int quad) const { return byte(sums, quad); }
+
+  static __device__ __forceinline__ int byte(const unsigned (&packs)[PACKS], int quad) {
+    return packs[quad / 4] >> 8 * (quad % 4) & 0xFF;
+  }
+};
+
+// Calls emit(place, unit) for every unit that the cut lets pass, places ascending over the block.
+// TIES: whether the cut has ties. Returns how many passed.
 template <bool TIES, class Emit>
-__device__ __forceinline__ void place_quads(const int (&units)[4 * QUADS], Cut cut, int base,
-                                            Emit emit) {
+__device__ __forceinline__ int place_quads(const int (&units)[4 * QUADS], Cut cut, Emit emit) {
+  Ranks sure, tied;
+  int own = sure.count(units, [&](int unit) { return unit >= cut.sure; }), total;
+  if (TIES) own += tied.count(units, [&](int unit) { return unit == cut.tied; }) << TIE_SHIFT;
+  int base = sum_of_warps_before(own, total);
 #pragma unroll
   for (int quad = 0; quad < QUADS; quad++) {
-    int before = base;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const unsigned sure = __ballot_sync(ALL, units[4 * quad + i] >= cut.sure);
-      before += __popc(sure & lanes_before());
-      base += __popc(sure);
-      if (TIES) {
-        const unsigned tied = __ballot_sync(ALL, units[4 * quad + i] == cut.tied);
-        before += __popc(tied & lanes_before()) << TIE_SHIFT;
-        base += __popc(tied) << TIE_SHIFT;
-      }
+    int before = base + sure.before_lane(quad);
+    base += sure.of_warp(quad);
+    if (TIES) {
+      before += tied.before_lane(quad) << TIE_SHIFT;
+      base += tied.of_warp(quad) << TIE_SHIFT;
     }
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -299,25 +330,12 @@ __device__ __forceinline__ void place_quads(const int (&units)[4 * QUADS], Cut c
       }
     }
   }
+  return (total & SURE_MASK) + min(total >> TIE_SHIFT, cut.ties);
 }
 
-// The same for all warps of the block; returns how many passed.
 template <class Emit>
 __device__ __forceinline__ int place_units(const int (&units)[4 * QUADS], Cut cut, Emit emit) {
-  int own = 0;
-#pragma unroll
-  for (int i = 0; i < 4 * QUADS; i++) {
-    own += units[i] >= cut.sure;
-    if (cut.ties > 0) own += (units[i] == cut.tied) << TIE_SHIFT;
-  }
-  int total;
-  const int base = sum_of_warps_before(__reduce_add_sync(ALL, own), total);
-  if (cut.ties > 0) {
-    place_quads<true>(units, cut, base, emit);
-  } else {
-    place_quads<false>(units, cut, base, emit);
-  }
-  return (total & SURE_MASK) + min(total >> TIE_SHIFT, cut.ties);
+  return cut.ties > 0 ? place_quads<true>(units, cut, emit) : place_quads<false>(units, cut, emit);
 }
 
 // Calls use(keys, start) for DEPTH quads of every lane at a time, until all quads of the listed
@@ -455,8 +473,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     for (int i = threadIdx.x; i < WORDS; i += THREADS) s.sure_bits[i] = s.tie_bits[i] = 0;
   }
   if (threadIdx.x == 0) s.held = s.few_count = 0;
-  // Everything above was written before the scorer began. The next kernel is let in by this one's
-  // end alone: its blocks would have to share the multiprocessors that these do not fill.
+  // Everything above was written before the scorer let this kernel in. The next one is let in by
+  // this one's end alone: its blocks would share the multiprocessors that these do not fill.
   WAIT_FOR_SCORES();
   if (stored - first <= TOP_K) {
     for (int i = threadIdx.x; i < TOP_K; i += THREADS) {

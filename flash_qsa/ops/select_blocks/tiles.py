@@ -26,6 +26,10 @@ DECODE_ROWS = 16
 DECODE_PROGRAMS = 4
 """Programs of the decode scorer per multiprocessor."""
 
+KEPT_BYTES = 16 << 20
+"""Scores of a decode step that may claim a place in the last cache, 40 MB and more on data-centre
+GPUs, until they are selected from."""
+
 
 @dataclass(frozen=True)
 class Phase:
@@ -266,10 +270,7 @@ def choose_cuda_select(
         return None
     units = power_of_two(-(-width // group))
     # few rows want latency, many want throughput; a thread holds 4 to 32 units in registers
-    if few:
-        threads = 1024 if 2048 < units <= 8192 else 512
-    else:
-        threads = min(512, max(128, units // 16))
+    threads = 512 if few else min(512, max(128, units // 16))
     units = max(4 * threads, units)
     blocks = 1
     if not few and units <= 16 * threads:
