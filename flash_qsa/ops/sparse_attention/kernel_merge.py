@@ -36,8 +36,6 @@ def merge_kernel(
 ):
     """Grid [rows, Hq, ceil(D / BLOCK_D)]. acc [rows, Hq, splits, D], stats [..., 2]; BLOCK_S is a
     power of two, at least the splits."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
     index = tl.program_id(0).to(tl.int64)
     row = first_row + index
     head = tl.program_id(1)
@@ -46,6 +44,12 @@ def merge_kernel(
     mask_s = offs_s < splits
     mask_d = offs_d < DIM
     cell = (index * num_heads + head) * splits + offs_s
+    if HAS_GATE:
+        # The per-row kernel lets this one in after its own wait: what it does not write is there.
+        gate_at = row * stride_gate_t + head * stride_gate_h + offs_d
+        gate = tl.load(gate_ptr + gate_at, mask=mask_d, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
 
     peaks = tl.load(stats_ptr + cell * 2, mask=mask_s, other=LOWEST)
     totals = tl.load(stats_ptr + cell * 2 + 1, mask=mask_s, other=0.0)
@@ -61,8 +65,6 @@ def merge_kernel(
     result = tl.sum(partial * weights[:, None], 0) / tl.where(total > 0, total, 1.0)
     result = result.to(out_ptr.dtype.element_ty)
     if HAS_GATE:
-        gate_at = row * stride_gate_t + head * stride_gate_h + offs_d
-        gate = tl.load(gate_ptr + gate_at, mask=mask_d, other=0.0).to(tl.float32)
         gated = result.to(tl.float32) / (1.0 + tl.exp2(-gate * LOG2E))
         result = tl.where(total > 0, gated, 0.0).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * stride_out_t + head * stride_out_h + offs_d, result, mask=mask_d)

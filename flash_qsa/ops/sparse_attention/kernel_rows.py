@@ -205,9 +205,14 @@ def rows_kernel(
     offsets (SAME). Offsets are in units of ALIGN elements, which divides every stride.
     """
     if PDL:
-        # The merge may be launched now; it waits for this grid's stores, as this one does here.
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if SPLIT:
+            # The merge may be launched now; it waits for this grid's stores, as this one does here.
+            tl.extra.cuda.gdc_launch_dependents()
+    begin = first_row + tl.program_id(0) * rows_per_program
+    # A chain of loads leads to the first key: it starts before all that can be computed meanwhile.
+    position = tl.load(positions_ptr + begin).to(tl.int32)
+    request = tl.load(requests_ptr + begin)
     kv_head = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     splits = tl.num_programs(2) if SPLIT else 1
@@ -232,15 +237,15 @@ def rows_kernel(
     k_list = lists_ptr + program * list_size * (1 if SAME else 2)
     v_list = k_list if SAME else k_list + list_size
 
-    begin = first_row + tl.program_id(0) * rows_per_program
     end = tl.minimum(begin + rows_per_program, end_row)
     if SHARED_ROWS > 0:
         tile = tl.program_id(0) * rows_per_program // SHARED_ROWS
         end = tl.where(tl.load(shared_ptr + tile) != 0, begin, end)
     for row32 in range(begin, end):
         row = tl.cast(row32, tl.int64)
-        position = tl.load(positions_ptr + row).to(tl.int32)
-        request = tl.load(requests_ptr + row).to(tl.int64)
+        if MANY:
+            position = tl.load(positions_ptr + row).to(tl.int32)
+            request = tl.load(requests_ptr + row)
         if HAS_TAIL:
             tail_start = tl.maximum(tl.load(tail_ptr + row).to(tl.int32), 0)
         else:
@@ -250,13 +255,12 @@ def rows_kernel(
             base = tl.load(base_ptr + row).to(tl.int32)
         # An unknown row attends nothing: no ids, and no token at or before position -1.
         known = (request >= 0) & (request < num_requests) & (position >= 0)
-        request = tl.where(known, request, 0)
         position = tl.where(known, position, -1)
         tail_start = tl.where(known, tail_start, 0)
-        page_row = table_ptr + request * stride_table_r
+        page_row = table_ptr + tl.where(known, request, 0).to(tl.int64) * stride_table_r
 
         q_at = row * stride_q_t + heads[:, None] * stride_q_h + offs_d[None, :]
-        q = tl.load(q_ptr + q_at, mask=mask_m[:, None] & mask_d[None, :], other=0.0).to(COMPUTE)
+        q = tl.load(q_ptr + q_at, mask=mask_m[:, None] & mask_d[None, :], other=0.0)
 
         first_id = split * ids_per_split
         if MANY:
@@ -283,6 +287,8 @@ def rows_kernel(
             ALIGN,
         )
         tl.debug_barrier()
+        # Always true: the query is waited for here, and not before the list is begun.
+        q = tl.where(cells >= 0, q, 0.0).to(COMPUTE)
 
         # The sequence: the open group (in the last split), then the cells' tokens.
         tail = tl.maximum(position + 1 - tail_start, 0)

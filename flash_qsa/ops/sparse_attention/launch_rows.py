@@ -108,7 +108,7 @@ def launch_rows(
         BLOCK_M=max(16, choices.next_power(heads // kv_heads)),
         BLOCK_N=rows.block_n,
         BLOCK_D=max(16, choices.next_power(dim)),
-        CHUNK=min(choices.next_power(list_size), 1024),
+        CHUNK=64 if list_size <= 64 else 256 if list_size <= 256 else 1024,
         MANY=rows_per_program > 1,
         SPLIT=rows.splits > 1,
         SAME=same,
@@ -138,7 +138,8 @@ def launch_merge(
         return
     heads, dim = call.query.shape[1:]
     block_s = choices.next_power(splits)
-    block_d = min(max(16, choices.next_power(dim)), max(16, 4096 // block_s))
+    # one warp, which meets no barrier, of at most 64 partial sums a thread
+    block_d = max(16, min(choices.next_power(dim), 64, 2048 // block_s))
     merge_kernel[(segment.end_row - segment.first_row, heads, -(-dim // block_d))](
         *partials,
         call.or_dummy(call.gate),
@@ -154,6 +155,6 @@ def launch_merge(
         HAS_GATE=call.gate is not None,
         HAS_LSE=call.lse is not None,
         PDL=call.early_launch,
-        num_warps=4,
+        num_warps=1,
         **call.launch_options(),
     )

@@ -71,11 +71,11 @@ def choose_rows(
     tokens = num_ids * ratio
     programs = max((segment.end_row - segment.first_row) * kv_heads, 1)
     num_warps = 4
-    # Half of the stages hold keys and values: five load two steps ahead, three load one.
+    # Half of the stages hold keys and values: three load one step ahead, five two, seven three.
     block_n, num_stages = 32, 5
     if deterministic:
         splits = -(-tokens // SPLIT_TOKENS)
-    elif programs <= 4:
+    elif programs <= 2:
         # Latency is all: small steps, and a step or two a split.
         block_n = 16
         splits = min(target.processors // programs, -(-tokens // 32))
@@ -83,8 +83,18 @@ def choose_rows(
         # A draft window's rows find each other's tokens in the cache: many small programs.
         num_stages, num_warps = 3, 2
         splits = min(4 * target.processors // programs, -(-tokens // 64))
+    elif 4 * programs <= target.processors:
+        # Two programs a processor of small steps: one waits for memory while the other computes.
+        block_n, num_warps = 16, 2
+        splits = min(2 * target.processors // programs, -(-tokens // 32))
     else:
-        splits = min(target.processors // programs, -(-tokens // 64))
+        splits = target.processors // programs
+        if 10 * programs * splits < 9 * target.processors:
+            # Programs of which some processors hold two beat processors that hold none.
+            splits = 3 * target.processors // (2 * programs)
+        splits = min(splits, -(-tokens // 64))
+        if programs * splits <= target.processors:
+            num_stages = 7
         large = row_shared_bytes(dim, 64, 3, kv_bytes, compute_bytes, target)
         if programs > 8 * target.processors and 2 * large <= target.shared_memory:
             # Beyond that context keys come from memory, and more loads must be under way.
