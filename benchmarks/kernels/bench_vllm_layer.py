@@ -9,12 +9,14 @@ both attentions on the same selection, against float64 on sampled rows; then pre
 (with vLLM's expansion to token lists), attend and their sum are timed. One JSON line each.
 
 DIR is a bundle of vLLM's op files with its compiled top-k (see benchmarks/README.md). Times are
-medians in microseconds; decode is timed by graph replay over several layers' caches.
+medians in microseconds, both sides in turn; decode is timed by graph replay over several layers'
+caches, prefills as calls that the device finds queued (`flash_qsa/testing/measure/timing.py`).
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 import time
@@ -32,9 +34,14 @@ from flash_qsa.testing.compare import (
     true_scores,
     within_bound,
 )
+from flash_qsa.testing.measure.timing import interleaved
 
 L2_BYTES = 60 << 20
 """More than any GPU's second-level cache that this runs on."""
+
+REPEATS = 15
+QUEUED = 4
+"""Calls of a timed turn where steps are not captured."""
 
 
 CASES = (
@@ -156,49 +163,13 @@ def attention_report(layer, prepared, main, blocks, out, sample) -> float:
     return round(within_bound(out[sample], truth.out, truth.bound).worst_ratio, 4)
 
 
-def time_graph(calls: list[Callable[[], object]], replays: int = 20) -> float:
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    return _median(graph.replay, replays) / len(calls)
-
-
-def time_eager(calls: list[Callable[[], object]], repeats: int = 5, queued: int = 4) -> float:
-    """Several calls in a row, as layers follow each other: the host may run ahead of the GPU."""
-    calls[0]()
-
-    def run() -> None:
-        for _ in range(queued):
-            calls[0]()
-
-    return _median(run, repeats) / queued
-
-
-def _median(run: Callable[[], object], repeats: int) -> float:
-    for _ in range(3):
-        run()
-    times = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3)
-    return sorted(times)[len(times) // 2]
-
-
 def measure(layer: Layer, peer: Peer) -> dict[str, dict[str, float]]:
-    """Microseconds of each stage and of the whole path."""
+    """Microseconds of each stage and of the whole path, both sides taking turns."""
+    captured = layer.case.captured
     touched = layer.plan.num_rows * 2048 * 2048
-    copies = max(1, min(8, L2_BYTES * 2 // max(touched, 1) + 1)) if layer.case.captured else 1
+    copies = max(3, min(16, 3 * L2_BYTES // max(touched, 1))) if captured else 1
     caches = [layer.engine.caches] + [clone_caches(layer.engine) for _ in range(copies - 1)]
-    timer = time_graph if layer.case.captured else time_eager
-    times: dict[str, dict[str, float]] = {}
+    runs: dict[str, dict[str, list[Callable[[], object]]]] = {}
     for name, side in (("ours", layer), ("vllm", peer)):
         prepared = side.prepare(caches[0])
         side.select(prepared.index_query, caches[0])
@@ -215,9 +186,13 @@ def measure(layer: Layer, peer: Peer) -> dict[str, dict[str, float]]:
             "layer": whole,
         }
         for stage, call in stages.items():
-            calls = [lambda call=call, cache=cache: call(cache) for cache in caches]
-            times.setdefault(stage, {})[name] = round(timer(calls), 1)
-    return times
+            calls = [functools.partial(call, cache) for cache in caches]
+            runs.setdefault(stage, {})[name] = calls if captured else calls * QUEUED
+    return {
+        stage: {name: round(times.median_us, 1) for name, times in seen.items()}
+        for stage, sides in runs.items()
+        for seen in [interleaved(sides, torch.device(DEVICE), REPEATS, graph=captured)]
+    }
 
 
 def main() -> None:
