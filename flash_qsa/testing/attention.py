@@ -104,18 +104,21 @@ class AttentionCase:
         return result
 
     def truth(self) -> AttentionTruth:
-        """float64 on the CPU."""
-        keys, values = (tensor.cpu() for tensor in self.keys_values)
+        """float64 on the case's device, whose vendor's library multiplies; the answer is on the
+        CPU."""
         cells = self.cells()
-        scales = [1.0 if scale is None else float(scale) for scale in (self.k_scale, self.v_scale)]
-        gate = None if self.gate is None else self.gate.cpu()
-        scale = self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
-        truth = attention_truth(self.query.cpu(), keys, values, cells, cells, scale, gate, *scales)
         empty = torch.tensor([len(cell) == 0 for cell in cells])
-        return dataclasses.replace(
-            truth,
-            out=truth.out.masked_fill(empty[:, None, None], 0.0),
-            bound=truth.bound.masked_fill(empty[:, None, None], 0.0),
+        cells = [cell.to(self.query.device) for cell in cells]
+        scales = [1.0 if scale is None else float(scale) for scale in (self.k_scale, self.v_scale)]
+        scale = self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
+        truth = attention_truth(
+            self.query, *self.keys_values, cells, cells, scale, self.gate, *scales
+        )
+        return AttentionTruth(
+            truth.out.cpu().masked_fill(empty[:, None, None], 0.0),
+            truth.bound.cpu().masked_fill(empty[:, None, None], 0.0),
+            truth.lse.cpu(),
+            truth.lse_bound.cpu(),
         )
 
     def check(self, truth: AttentionTruth | None = None, **options):

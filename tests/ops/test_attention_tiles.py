@@ -17,6 +17,7 @@ from flash_qsa.ops.sparse_attention.tiles import (
     choose_hopper,
     choose_rows,
     choose_union,
+    even_splits,
     offset_unit,
     row_shared_bytes,
     segments,
@@ -67,6 +68,17 @@ def test_deterministic_splits_ignore_the_batch_and_others_fill_the_device():
 
 
 @pytest.mark.parity("P39")
+def test_no_processor_has_much_more_than_its_share():
+    measured = {48: 4, 64: 2, 96: 2, 128: 1, 256: 1}
+    assert {programs: even_splits(programs, 132, 32) for programs in measured} == measured
+    for processors in (16, 80, 132):
+        for programs in range(processors // 4 + 1, 5 * processors):
+            splits = even_splits(programs, processors, 64)
+            largest = -(-programs * splits // processors)
+            assert largest * processors <= 1.4 * programs * splits < 1.4 * 6 * processors
+    assert even_splits(40, 132, 2) == 2 and even_splits(40, 132, 0) == 1
+
+
 def test_segments_follow_the_plan_and_cover_all_rows():
     assert segments(8, 8, 8, 1, 1) == [Segment(0, 8, 1)]
     assert segments(9, 8, 8, 1, 1) == [Segment(0, 9, 1)]

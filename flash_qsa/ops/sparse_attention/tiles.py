@@ -88,11 +88,7 @@ def choose_rows(
         block_n, num_warps = 16, 2
         splits = min(2 * target.processors // programs, -(-tokens // 32))
     else:
-        splits = target.processors // programs
-        if 10 * programs * splits < 9 * target.processors:
-            # Programs of which some processors hold two beat processors that hold none.
-            splits = 3 * target.processors // (2 * programs)
-        splits = min(splits, -(-tokens // 64))
+        splits = even_splits(programs, target.processors, -(-tokens // 64))
         if programs * splits <= target.processors:
             num_stages = 7
         large = row_shared_bytes(dim, 64, 3, kv_bytes, compute_bytes, target)
@@ -118,6 +114,17 @@ def choose_rows(
             break
     splits = max(1, min(splits, MAX_SPLITS, max(num_ids, 1)))
     return split_ids(RowTiles(block_n, num_warps, num_stages, splits, num_ids), num_ids, ratio)
+
+
+def even_splits(programs: int, processors: int, most: int) -> int:
+    """The fewest splits, up to `most`, that leave at most a tenth of the processors idle and give
+    none more than 1.4 times its share: a processor alone does not draw the memory's full rate."""
+    for splits in range(1, most):
+        largest = -(-programs * splits // processors)
+        busy = 10 * programs * splits >= 9 * processors
+        if busy and 5 * largest * processors <= 7 * programs * splits:
+            return splits
+    return max(most, 1)
 
 
 def split_ids(tiles: RowTiles, num_ids: int, ratio: int) -> RowTiles:
