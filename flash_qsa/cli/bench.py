@@ -131,7 +131,7 @@ def results(
     """One row of FIELDS for each workload, op and implementation, or one with a "fault"."""
     from flash_qsa import dispatch
     from flash_qsa.testing.measure.cases import OURS, PEERS, cost, gate, select
-    from flash_qsa.testing.measure.problem import problem_bytes, workload_problem
+    from flash_qsa.testing.measure.problem import copies_of, problem_bytes, workload_problem
     from flash_qsa.testing.measure.timing import device_rates, interleaved
 
     rates = device_rates(device, dtype)
@@ -141,7 +141,7 @@ def results(
         problems = [workload_problem(workload, dtype, device)]
         chosen = [select(problems[0], backend)]
         moved = min(cost(op, problems[0], chosen[0]).moved for op in ops)
-        for seed in range(1, _copies(moved, problem_bytes(workload, dtype), device)):
+        for seed in range(1, copies_of(moved, problem_bytes(workload, dtype), device)):
             problems.append(workload_problem(workload, dtype, device, seed))
             chosen.append(select(problems[-1], backend))
         for op in ops:
@@ -172,23 +172,6 @@ def results(
                     **machine,
                 }
         del problems, chosen
-
-
-MAX_COPIES = 256
-
-
-def _copies(moved: float, size: int, device: torch.device) -> int:
-    """Copies of a problem through which calls rotate, so that none finds its inputs in the device's
-    last cache: three times as large as that together, by the bytes that the least op moves. Caches
-    of `size` bytes each, of which an op may also want copies, take a quarter of the memory."""
-    if device.type != "cuda":
-        return 1
-    import torch
-
-    properties = torch.cuda.get_device_properties(device)
-    cache = getattr(properties, "L2_cache_size", 64 << 20)
-    room = properties.total_memory // 4 // size
-    return int(max(1, min(MAX_COPIES, -(-3 * cache // moved), room)))
 
 
 def machine_facts(device: torch.device) -> dict[str, Any]:

@@ -171,13 +171,16 @@ def gate(op: str, problem: Problem, ids: torch.Tensor, backend: str) -> list[str
     """Faults of our implementation on sampled rows against float64; none means it may be timed."""
     if op == "prepare":
         return _preparation_gate(problem, backend)
-    rows = torch.linspace(0, problem.plan.num_tokens - 1, GATE_ROWS).long().unique()
     faults = []
     if "select" in op:
-        faults += _selection_gate(problem, ids, rows)
+        faults += _selection_faults(problem, ids)
     if "attend" in op:
-        faults += _attention_gate(problem, ids, rows, attend(problem, ids, backend))
+        faults += attention_faults(problem, ids, attend(problem, ids, backend))
     return faults
+
+
+def _sampled(problem: Problem) -> torch.Tensor:
+    return torch.linspace(0, problem.plan.num_tokens - 1, GATE_ROWS).long().unique()
 
 
 def _preparation_gate(problem: Problem, backend: str) -> list[str]:
@@ -189,9 +192,9 @@ def _preparation_gate(problem: Problem, backend: str) -> list[str]:
     return [result.detail for result in run_stages(setting, length, ("prepare",)) if not result.ok]
 
 
-def _selection_gate(problem: Problem, ids: torch.Tensor, rows: torch.Tensor) -> list[str]:
+def _selection_faults(problem: Problem, ids: torch.Tensor) -> list[str]:
     plan, faults = problem.plan, []
-    for row in rows.tolist():
+    for row in _sampled(problem).tolist():
         at = slice(row, row + 1)
         count = max(int(plan.visible_blocks[row]), 1)
         table = plan.page_table[int(plan.request_ids[row])]
@@ -200,10 +203,10 @@ def _selection_gate(problem: Problem, ids: torch.Tensor, rows: torch.Tensor) -> 
     return faults
 
 
-def _attention_gate(
-    problem: Problem, ids: torch.Tensor, rows: torch.Tensor, out: torch.Tensor
-) -> list[str]:
+def attention_faults(problem: Problem, ids: torch.Tensor, out: torch.Tensor) -> list[str]:
+    """Whether sampled rows of `out`, the attention over `ids`, keep their float64 bound."""
     plan, shape, size = problem.plan, problem.shape, problem.shape.page_size
+    rows = _sampled(problem)
     tokens, cells = [], []
     for row in rows.tolist():
         position = int(plan.positions[row])

@@ -15,6 +15,8 @@ from flash_qsa.testing.workloads import Workload
 MAX_DRAFT_ROWS = 16
 """Rows of a request up to which a step verifies drafts rather than fills a prompt."""
 
+MAX_COPIES = 256
+
 
 def workload_problem(
     workload: Workload, dtype: torch.dtype, device: torch.device, seed: int = 0
@@ -103,3 +105,15 @@ def problem_bytes(workload: Workload, dtype: torch.dtype) -> int:
     shape = workload.shape
     per_token = shape.kv_heads * 2 * shape.head_dim + shape.index_dim // shape.ratio
     return workload.batch * workload.context * per_token * dtype.itemsize
+
+
+def copies_of(moved: float, size: int, device: torch.device) -> int:
+    """Copies of a problem through which calls rotate, so that none finds its inputs in the device's
+    last cache: three times as large as that together, by the bytes that the least op moves. Caches
+    of `size` bytes each, of which an op may also want copies, take a quarter of the memory."""
+    if device.type != "cuda":
+        return 1
+    properties = torch.cuda.get_device_properties(device)
+    cache = getattr(properties, "L2_cache_size", 64 << 20)
+    room = properties.total_memory // 4 // size
+    return int(max(1, min(MAX_COPIES, -(-3 * cache // moved), room)))
