@@ -15,6 +15,11 @@ from dataclasses import dataclass
 import torch
 
 
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n, and at least 1."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
 @dataclass(frozen=True)
 class Target:
     """One GPU architecture.

@@ -72,7 +72,7 @@ def launch(
 ) -> None:
     """Fills `out` [T, K·C + C]."""
     rows, top_k = block_ids.shape
-    ratio_block = 1 << (ratio - 1).bit_length()
+    ratio_block = triton.next_power_of_2(ratio)
     tiles = choose_tiles(top_k, ratio_block)
     _expand_blocks_kernel[(rows,)](
         block_ids,

@@ -27,7 +27,7 @@ from flash_qsa.ops.select_blocks.kernel_score import score_kernel
 from flash_qsa.ops.select_blocks.kernel_select import select_kernel
 from flash_qsa.ops.select_blocks.workspace import GatheredKeys, Workspace
 from flash_qsa.plan import BatchPlan
-from flash_qsa.targets import Target, device_target
+from flash_qsa.targets import Target, device_target, power_of_two
 
 NARROW_REACH = 1 << 31
 """Cells of a cache from which on 32 bits do not hold them."""
@@ -294,7 +294,7 @@ class _Step:
             self.width,
             self.page_table.shape[0],
             TOP_K=self.top_k,
-            TOP_K_PAD=tiles.power_of_two(self.top_k),
+            TOP_K_PAD=power_of_two(self.top_k),
             GROUP=select.group,
             UNITS=select.units,
             SLACK=select.slack,

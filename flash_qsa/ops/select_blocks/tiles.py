@@ -9,7 +9,7 @@ import torch
 
 from flash_qsa.ops.fp8 import is_fp8
 from flash_qsa.plan import BatchPlan
-from flash_qsa.targets import Target
+from flash_qsa.targets import Target, power_of_two
 
 BLOCK_N = 64
 """Keys of a tile in every schedule: the M side of the product, a whole Hopper warp group."""
@@ -112,11 +112,6 @@ class CudaSelectTiles:
         else:
             words += 1 + 2 + 2
         return -(-words // 4) * 16
-
-
-def power_of_two(value: int) -> int:
-    """The smallest power of two at or above value."""
-    return 1 << max(value - 1, 0).bit_length()
 
 
 def phases(rows: int, requests: int, plan: BatchPlan | None) -> list[Phase]:

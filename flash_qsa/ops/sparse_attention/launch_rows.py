@@ -11,6 +11,7 @@ from flash_qsa.ops.sparse_attention.call import TYPES, Call
 from flash_qsa.ops.sparse_attention.kernel_merge import merge_kernel
 from flash_qsa.ops.sparse_attention.kernel_rows import rows_kernel
 from flash_qsa.ops.sparse_attention.tiles import RowTiles, Segment
+from flash_qsa.targets import power_of_two
 
 Partials = tuple[torch.Tensor, torch.Tensor]
 """FP32 outputs [rows, Hq, splits, D] and peaks with sums [rows, Hq, splits, 2]: flat tensors that
@@ -105,9 +106,9 @@ def launch_rows(
         PAGE=page_size,
         GROUP=heads // kv_heads,
         DIM=dim,
-        BLOCK_M=max(16, choices.next_power(heads // kv_heads)),
+        BLOCK_M=max(16, power_of_two(heads // kv_heads)),
         BLOCK_N=rows.block_n,
-        BLOCK_D=max(16, choices.next_power(dim)),
+        BLOCK_D=max(16, power_of_two(dim)),
         CHUNK=64 if list_size <= 64 else 256 if list_size <= 256 else 1024,
         MANY=rows_per_program > 1,
         SPLIT=rows.splits > 1,
@@ -137,9 +138,9 @@ def launch_merge(
     if partials is None:
         return
     heads, dim = call.query.shape[1:]
-    block_s = choices.next_power(splits)
+    block_s = power_of_two(splits)
     # one warp, which meets no barrier, of at most 64 partial sums a thread
-    block_d = max(16, min(choices.next_power(dim), 64, 2048 // block_s))
+    block_d = max(16, min(power_of_two(dim), 64, 2048 // block_s))
     merge_kernel[(segment.end_row - segment.first_row, heads, -(-dim // block_d))](
         *partials,
         call.or_dummy(call.gate),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from flash_qsa.ops.sparse_attention import tiles as choices
 from flash_qsa.ops.sparse_attention.call import TYPES, Call
 from flash_qsa.ops.sparse_attention.kernel_build import build_kernel
 from flash_qsa.ops.sparse_attention.kernel_union import union_kernel
@@ -15,6 +14,7 @@ from flash_qsa.ops.sparse_attention.launch_rows import (
     launch_rows,
 )
 from flash_qsa.ops.sparse_attention.tiles import RowTiles, Segment, UnionTiles
+from flash_qsa.targets import power_of_two
 
 
 def launch_union(call: Call, segment: Segment, union: UnionTiles, rows: RowTiles) -> None:
@@ -70,9 +70,9 @@ def launch_union(call: Call, segment: Segment, union: UnionTiles, rows: RowTiles
         RATIO=call.ratio,
         PAGE=page_size,
         ROWS=union.rows,
-        BLOCK_R=choices.next_power(union.rows),
-        BLOCK_K=min(choices.next_power(num_ids), 1024 // choices.next_power(union.rows)),
-        BLOCK_W=min(choices.next_power(words), 1024),
+        BLOCK_R=power_of_two(union.rows),
+        BLOCK_K=min(power_of_two(num_ids), 1024 // power_of_two(union.rows)),
+        BLOCK_W=min(power_of_two(words), 1024),
         BLOCK_E=256,
         PAD=union.block_n // call.ratio,
         HALF=union.half,

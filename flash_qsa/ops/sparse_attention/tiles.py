@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from flash_qsa.targets import Target
+from flash_qsa.targets import Target, power_of_two
 
 SPLIT_TOKENS = 256
 """Tokens of a split in deterministic mode, whatever the batch."""
@@ -36,11 +36,6 @@ class RowTiles:
     num_stages: int
     splits: int
     ids_per_split: int
-
-
-def next_power(n: int) -> int:
-    """Smallest power of two that is at least n."""
-    return 1 << max(n - 1, 0).bit_length()
 
 
 def cell_width(ratio: int, straddles: bool) -> int:
@@ -142,8 +137,8 @@ def row_shared_bytes(
     dim: int, block_n: int, num_stages: int, kv_bytes: int, compute_bytes: int, target: Target
 ) -> int:
     """Upper bound of the per-row kernel's shared memory."""
-    tile = block_n * next_power(dim)
-    rest = 16 * next_power(dim) * compute_bytes + 64 * block_n + 1024
+    tile = block_n * power_of_two(dim)
+    rest = 16 * power_of_two(dim) * compute_bytes + 64 * block_n + 1024
     if target.backend == "hip" or target.capability < (8, 0):
         # No asynchronous copies: one buffer, a wider one where products leave the matrix units.
         return (2 if target.backend == "hip" else 4) * tile * compute_bytes + rest
@@ -230,7 +225,7 @@ def choose_union(
             return None
     else:
         rows = min(max(64 // group, 2), MAX_SHARE)
-    block_m = max(64, next_power(rows * group))
+    block_m = max(64, power_of_two(rows * group))
     tiles = -(-(segment.end_row - segment.first_row) // rows)
     slots = 2 * target.processors
     splits = max(1, min(slots // max(tiles * kv_heads, 1), -(-num_ids * ratio // 64)))
