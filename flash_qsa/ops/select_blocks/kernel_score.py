@@ -68,25 +68,24 @@ def operand(values, E4M3: tl.constexpr, WIDEN: tl.constexpr):
     return exact
 
 
+STORE = tl.constexpr(
+    "{ .reg .pred %p; setp.ne.s32 %p, $3, 0; @%p st.global.b32 [$1], $2; mov.u32 $0, 0; }"
+)
+STORE_AND_KEEP = tl.constexpr(
+    "{ .reg .pred %p; .reg .b64 %keep; setp.ne.s32 %p, $3, 0;"
+    " createpolicy.fractional.L2::evict_last.b64 %keep, 1.0;"
+    " @%p st.global.L2::cache_hint.b32 [$1], $2, %keep; mov.u32 $0, 0; }"
+)
+
+
 @triton.jit
 def scatter(pointers, values, wanted, PTX: tl.constexpr, KEEP: tl.constexpr = False):
     """Stores int32 values where `wanted` is not 0. PTX stores from the layout that values have;
     a plain store would first exchange them through shared memory. KEEP: the device's last cache
     should hold them against what streams through it."""
-    if PTX and KEEP:
+    if PTX:
         tl.inline_asm_elementwise(
-            "{ .reg .pred %p; .reg .b64 %keep; setp.ne.s32 %p, $3, 0;"
-            " createpolicy.fractional.L2::evict_last.b64 %keep, 1.0;"
-            " @%p st.global.L2::cache_hint.b32 [$1], $2, %keep; mov.u32 $0, 0; }",
-            "=r,l,r,r",
-            [pointers.to(tl.int64), values, wanted],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    elif PTX:
-        tl.inline_asm_elementwise(
-            "{ .reg .pred %p; setp.ne.s32 %p, $3, 0; @%p st.global.b32 [$1], $2; mov.u32 $0, 0; }",
+            STORE_AND_KEEP if KEEP else STORE,
             "=r,l,r,r",
             [pointers.to(tl.int64), values, wanted],
             dtype=tl.int32,
