@@ -1,8 +1,10 @@
-"""Logical to physical addresses, for the reference implementations."""
+"""Logical to physical addresses: lookups of the references, and what kernels are compiled for."""
 
 from __future__ import annotations
 
 import torch
+
+from flash_qsa.plan import BatchPlan
 
 
 def lookup_pages(page_row: torch.Tensor, logical: torch.Tensor, num_pages: int) -> torch.Tensor:
@@ -18,3 +20,12 @@ def lookup_pages(page_row: torch.Tensor, logical: torch.Tensor, num_pages: int) 
     inside = (logical >= 0) & (logical < page_row.shape[0])
     pages = page_row.long()[logical.clamp(0, page_row.shape[0] - 1)]
     return torch.where(inside & (pages >= 0) & (pages < num_pages), pages, -1)
+
+
+def constant_page(size: int, page_table: torch.Tensor, plan: BatchPlan | None) -> int:
+    """The page size that kernels are compiled for; 0 where they take `size` at run time.
+
+    An engine's pages have one size. Without a plan and with one page a request, as where tensors of
+    whole sequences are attended, a page is as long as the sequence and grows with every step.
+    """
+    return 0 if plan is None and page_table.shape[1] == 1 else size

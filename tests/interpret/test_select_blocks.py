@@ -90,6 +90,19 @@ def test_pages_of_every_size_and_cells_of_every_width(splits, page_size, monkeyp
     assert_equal(run(problem, 7, first=first, tuning=tuning))
 
 
+@pytest.mark.parametrize("rows", (1, 30), ids=("decode", "prefill"))
+def test_a_sequence_that_is_one_page(rows):
+    """Its length is no constant of the kernels: see tests/compile/test_growing.py."""
+    problem = make_problem([1401, 1301], [rows, rows], Shape(page_size=1404), dtype=torch.float16)
+    whole_numbers(problem)
+    first_page = problem.plan.page_table[:, :1]
+    problem = dataclasses.replace(
+        problem, plan=dataclasses.replace(problem.plan, page_table=first_page)
+    )
+    tuning = {"select": GROUPED, "phases": [Phase(0, 2 * rows, rows == 1, rows)]}
+    assert_equal(run(problem, 7, tuning=tuning, plan=False))
+
+
 @pytest.mark.parametrize("dense", (True, False), ids=("prefill", "plain"))
 @pytest.mark.parametrize("select", (REGISTERS, COARSE), ids=("row", "coarse"))
 @pytest.mark.bug("O-06", "O-08")

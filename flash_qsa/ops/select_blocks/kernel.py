@@ -21,6 +21,7 @@ import triton.language as tl
 from flash_qsa.checks import UnsupportedError
 from flash_qsa.dispatch import interpreting
 from flash_qsa.ops.fp8 import is_fp8
+from flash_qsa.ops.paging import constant_page
 from flash_qsa.ops.select_blocks import selector, tiles
 from flash_qsa.ops.select_blocks.kernel_dense import dense_score_kernel
 from flash_qsa.ops.select_blocks.kernel_score import score_kernel
@@ -64,8 +65,9 @@ def launch(
             "select_blocks supports; give a plan whose max_seq_len is smaller"
         )
     rows, top_k = out.shape
+    page = constant_page(page_blocks, page_table, plan)
     step = _Step(
-        query, cache, page_table, request_ids, visible_blocks, first_block, out, width, target
+        query, cache, page_table, request_ids, visible_blocks, first_block, out, width, page, target
     )
     step.pdl &= tuning.get("pdl", True)
     step.select_options = tuning.get("select_options", {})
@@ -90,7 +92,9 @@ def _run_phase(
     dense = tiles.choose_dense(phase, *shape, target)
     if dense is not None:
         dense = replace(dense, **(tuning.get("dense") or {}))
-        keys = GatheredKeys(step.cache, step.page_table, step.width, phase, dense, product, plan)
+        keys = GatheredKeys(
+            step.cache, step.page_table, step.width, step.page, phase, dense, product, plan
+        )
         room = workspace if isinstance(workspace, int) else workspace.numel()
         if 2 * keys.size > room or tuning.get("dense", True) is None:
             dense = None
@@ -140,10 +144,11 @@ class _Step:
     """The arguments that both kernels share."""
 
     def __init__(
-        self, query, cache, page_table, request_ids, visible, first, out, width, target
+        self, query, cache, page_table, request_ids, visible, first, out, width, page, target
     ) -> None:
         self.query, self.cache, self.page_table = query, cache, page_table
         self.request_ids, self.visible, self.out, self.width = request_ids, visible, out, width
+        self.page = page
         self.has_first = first is not None
         self.first = first if self.has_first else visible
         self.top_k = out.shape[1]
@@ -191,6 +196,7 @@ class _Step:
             cache.shape[0],
             table.shape[1],
             score.splits,
+            cache.shape[1],
             TOP_K=self.top_k,
             HEADS=query.shape[1],
             HEAD_DIM=query.shape[2],
@@ -201,8 +207,8 @@ class _Step:
             ROWS_PAD=score.rows_pad,
             BLOCK_N=tiles.BLOCK_N,
             GROUP=select.group,
-            PAGE_BLOCKS=cache.shape[1],
-            RUN=math.gcd(cache.shape[1], tiles.BLOCK_N),
+            PAGE_BLOCKS=self.page,
+            RUN=math.gcd(self.page, tiles.BLOCK_N) if self.page else 1,
             E4M3=self.e4m3,
             WIDEN=not target.has_bf16,
             HAS_FIRST=self.has_first,

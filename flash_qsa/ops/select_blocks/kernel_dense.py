@@ -22,7 +22,16 @@ import triton.language as tl
 from flash_qsa.ops.select_blocks.kernel_score import HIDDEN, hide, operand, sum_heads
 
 
-@triton.jit(do_not_specialize=["request_begin", "width", "num_pages", "table_pages", "tiles"])
+@triton.jit(
+    do_not_specialize=[
+        "request_begin",
+        "width",
+        "num_pages",
+        "table_pages",
+        "tiles",
+        "page_blocks",
+    ]
+)
 def gather_kernel(
     cache_ptr,
     page_table_ptr,
@@ -37,6 +46,7 @@ def gather_kernel(
     num_pages,
     table_pages,
     tiles,
+    page_blocks,
     RATIO: tl.constexpr,
     HAS_LENGTHS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -45,7 +55,9 @@ def gather_kernel(
     BLOCK_N: tl.constexpr,
     E4M3: tl.constexpr,
 ):
-    """keys[request, block] = cache[page of block], FP8 as FP16."""
+    """keys[request, block] = cache[page of block], FP8 as FP16. PAGE_BLOCKS: keys of a page, or 0
+    where page_blocks says it at run time."""
+    size = PAGE_BLOCKS if PAGE_BLOCKS > 0 else page_blocks
     which = (tl.program_id(0) // tiles).to(tl.int64)
     request = request_begin + which
     count = width
@@ -53,14 +65,14 @@ def gather_kernel(
         count = tl.minimum(count, tl.load(lengths_ptr + request) // RATIO)
     offs_n = (tl.program_id(0) % tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, DIM_PAD)
-    logical = offs_n // PAGE_BLOCKS
+    logical = offs_n // size
     page = tl.load(
         page_table_ptr + request * stride_table + logical,
         mask=(offs_n < count) & (logical < table_pages),
         other=-1,
     )
     present = (page >= 0) & (page < num_pages)
-    offsets = (offs_n % PAGE_BLOCKS).to(tl.int64) * stride_k_block
+    offsets = (offs_n % size).to(tl.int64) * stride_k_block
     cells = page.to(tl.int64) * stride_k_page + offsets
     # [BLOCK_N, DIM_PAD]
     keys = tl.load(

@@ -106,10 +106,10 @@ def hide(keys, ids, top, first, HAS_FIRST: tl.constexpr):
 
 
 @triton.jit
-def _pages(page_row, offs_run, limit, table_pages, PAGE_BLOCKS: tl.constexpr):
+def _pages(page_row, offs_run, limit, page_blocks):
     """Physical page of each run of keys; -1 where it lies behind the last visible key or behind the
     table."""
-    logical = offs_run // PAGE_BLOCKS
+    logical = offs_run // page_blocks
     return tl.load(page_row + logical, mask=offs_run < limit, other=-1)
 
 
@@ -140,6 +140,7 @@ def _queries(query_ptr, columns_at, column_ok, offs_d, HEAD_DIM, E4M3, WIDEN):
         "num_pages",
         "table_pages",
         "splits",
+        "page_blocks",
     ]
 )
 def score_kernel(
@@ -165,6 +166,7 @@ def score_kernel(
     num_pages,
     table_pages,
     splits,
+    page_blocks,
     TOP_K: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -188,12 +190,14 @@ def score_kernel(
     STAGES: tl.constexpr,
 ):
     """Strides of the cache are in units of ALIGN elements; cells are counted in them, as CELL.
-    RUN keys, a power of two that divides PAGE_BLOCKS and BLOCK_N, lie in one page: it is looked up
-    once for them."""
+    PAGE_BLOCKS: keys of a page, or 0 where page_blocks says it at run time. RUN keys, a power of
+    two that divides it and BLOCK_N, lie in one page, which is looked up once for them.
+    """
     if PDL:
         # the selection may start; it waits for this grid's end before it reads scores
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    size = PAGE_BLOCKS if PAGE_BLOCKS > 0 else page_blocks
     split = tl.program_id(0) % splits
     tile_row = (tl.program_id(0) // splits).to(tl.int64) * ROWS
 
@@ -230,21 +234,21 @@ def score_kernel(
         top = tl.where(mine, limit, 0)
         bottom = tl.where(top > 0, first, width)
         last = tl.max(top, 0)
-        mapped = tl.minimum(last, table_pages * PAGE_BLOCKS)
+        mapped = tl.minimum(last, table_pages * size)
         active = (top > 0).to(tl.int32)
         score_row = scores_ptr + (tile_row + offs_r) * stride_scores
         maxima_row = maxima_ptr + (tile_row + offs_r) * stride_maxima
         page_row = page_table_ptr + request.to(tl.int64) * stride_table
         begin = tl.min(bottom, 0) // BLOCK_N + split
         # the next tile's pages are looked up a step ahead, so that no load waits for another
-        page = _pages(page_row, begin * BLOCK_N + offs_run, mapped, table_pages, PAGE_BLOCKS)
+        page = _pages(page_row, begin * BLOCK_N + offs_run, mapped, size)
         for tile in tl.range(begin, (last + BLOCK_N - 1) // BLOCK_N, splits, num_stages=STAGES):
             offs_n = tile * BLOCK_N + offs_tile
             run_at = tile * BLOCK_N + offs_run
-            ahead = _pages(page_row, run_at + splits * BLOCK_N, mapped, table_pages, PAGE_BLOCKS)
+            ahead = _pages(page_row, run_at + splits * BLOCK_N, mapped, size)
             there = tl.where((page >= 0) & (page < num_pages), 1, 0)
             present = _spread(there, tl.zeros([RUN], tl.int32)) > 0
-            cells = page.to(CELL) * stride_k_page + run_at % PAGE_BLOCKS * stride_k_block
+            cells = page.to(CELL) * stride_k_page + run_at % size * stride_k_block
             cells = _spread(cells, tl.arange(0, RUN) * stride_k_block)
             # [BLOCK_N, 1]
             key_rows = (cache_ptr + cells.to(tl.int64) * ALIGN)[:, None]

@@ -65,12 +65,13 @@ class GatheredKeys:
         cache: torch.Tensor,
         page_table: torch.Tensor,
         width: int,
+        page: int,
         phase: tiles.Phase,
         dense: tiles.DenseTiles,
         product: torch.dtype,
         plan: BatchPlan | None,
     ) -> None:
-        self.cache, self.page_table, self.width = cache, page_table, width
+        self.cache, self.page_table, self.width, self.page = cache, page_table, width, page
         requests = page_table.shape[0]
         # Requests whose rows lie before this phase need no keys here. A phase from the first row
         # on may be of decodes: their query length can be too long for the decode schedule.
@@ -104,11 +105,12 @@ class GatheredKeys:
             cache.shape[0],
             table.shape[1],
             blocks,
+            cache.shape[1],
             RATIO=self.ratio,
             HAS_LENGTHS=self.lengths is not None,
             HEAD_DIM=cache.shape[3],
             DIM_PAD=self.dim_pad,
-            PAGE_BLOCKS=cache.shape[1],
+            PAGE_BLOCKS=self.page,
             BLOCK_N=tiles.BLOCK_N,
             E4M3=e4m3,
             num_warps=4,

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from flash_qsa import dispatch
 from flash_qsa.checks import E4M3_DTYPES, Scale
+from flash_qsa.ops.paging import constant_page
 from flash_qsa.ops.sparse_attention.tiles import cell_units
 from flash_qsa.plan import BatchPlan
 from flash_qsa.targets import Target, device_target
@@ -19,6 +20,7 @@ TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: 
 class Call(NamedTuple):
     """One call's tensors in the form kernels take them, and what follows from their dtypes.
 
+    page: tokens of a page, 0 where kernels take them at run time (see `paging.constant_page`).
     early_launch: whether a kernel may start while its predecessor ends (programmatic dependent
     launch).
     """
@@ -42,6 +44,7 @@ class Call(NamedTuple):
     compute: torch.dtype
     fp8_bytes: bool
     context: int
+    page: int
     target: Target
     early_launch: bool
 
@@ -124,6 +127,7 @@ class Call(NamedTuple):
             torch.float32 if narrow else query.dtype,
             fp8_bytes,
             page_table.shape[1] * keys.shape[2] if plan is None else plan.max_seq_len,
+            constant_page(keys.shape[2], page_table, plan),
             target,
             target.backend == "cuda" and target.capability >= (9, 0) and not interpreted,
         )

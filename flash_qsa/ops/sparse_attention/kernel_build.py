@@ -60,18 +60,18 @@ def _pad_cells(
 
 
 @triton.jit
-def _locate(table, place, last, wanted, PAGE: tl.constexpr):
+def _locate(table, place, last, wanted, page_size):
     """Physical cells of logical places, and 1 if any wanted one lacks a page up to `last`.
 
     table: a request's row of the page table, its columns, the cache's pages, and the units.
     """
     page_row, num_columns, num_pages, unit_page, unit_token = table
-    column = place // PAGE
+    column = place // page_size
     inside = wanted & (place >= 0) & (column < num_columns)
     page = tl.load(page_row + column, mask=inside, other=-1)
-    found = (page >= 0) & (page < num_pages) & (last // PAGE == column)
+    found = (page >= 0) & (page < num_pages) & (last // page_size == column)
     lost = tl.max(tl.where(wanted & (found == 0), 1, 0), 0)
-    return page * unit_page + (place - column * PAGE) * unit_token, lost
+    return page * unit_page + (place - column * page_size) * unit_token, lost
 
 
 @triton.jit(
@@ -82,6 +82,7 @@ def _locate(table, place, last, wanted, PAGE: tl.constexpr):
         "num_columns",
         "num_pages",
         "num_tiles",
+        "page_size",
     ]
 )
 def build_kernel(
@@ -111,6 +112,7 @@ def build_kernel(
     capacity,
     unit_page,
     unit_token,
+    page_size,
     RATIO: tl.constexpr,
     PAGE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -127,8 +129,10 @@ def build_kernel(
     bitmap, prefix: int32 [programs, num_words]. packed: int64 [programs, capacity], id · 2^16 +
     row mask. Outputs: cells int32 [tiles, capacity], masks int16 [tiles, capacity, C], counts and
     shared int32 [tiles]; counts are whole multiples of PAD. sections: int32 [tiles, 2], steps of
-    the two leading sections, where HALF is not 0.
+    the two leading sections, where HALF is not 0. PAGE: tokens of a page, or 0 where page_size says
+    it at run time.
     """
+    size = PAGE if PAGE > 0 else page_size
     program = tl.program_id(0)
     bitmap = bitmap_ptr + program.to(tl.int64) * num_words
     prefix = prefix_ptr + program.to(tl.int64) * num_words
@@ -250,7 +254,7 @@ def build_kernel(
             listed = at < union
             entry = tl.load(packed + at, mask=listed, other=0, cache_modifier=".cg")
             place = (entry >> 16).to(tl.int32) * RATIO + base
-            cell, lost = _locate(table, place, place + RATIO - 1, listed, PAGE)
+            cell, lost = _locate(table, place, place + RATIO - 1, listed, size)
             missing = tl.maximum(missing, lost)
             # a whole block, whose tokens may be read: an open group's may not
             filler = tl.max(tl.where(listed, cell, 0), 0)
@@ -276,7 +280,7 @@ def build_kernel(
 
         placed = leads & (offs_r < tl.where(fits, BLOCK_R, 0))
         newest = tl.max(tl.where(same, position[None, :], -1), 1)
-        cell, lost = _locate(table, group * RATIO + base, newest + base, placed, PAGE)
+        cell, lost = _locate(table, group * RATIO + base, newest + base, placed, size)
         missing = tl.maximum(missing, lost)
         at = (behind if HALF > 0 else 0) + tl.cumsum(tl.where(leads, 1, 0), 0) - 1
         tl.store(tile_cells + at, cell, mask=placed)

@@ -27,13 +27,14 @@ from flash_qsa.ops.sparse_attention.primitives import (
 
 
 @triton.jit
-def _find(page_row_ptr, place, wanted, num_columns, num_pages, PAGE: tl.constexpr):
+def _find(page_row_ptr, place, wanted, num_columns, num_pages, page_size):
     """Page (int64), token of the page and existence of each wanted logical place."""
-    column = place // PAGE
+    column = place // page_size
     inside = wanted & (place >= 0) & (column < num_columns)
     page = tl.load(page_row_ptr + column, mask=inside, other=-1)
     found = (page >= 0) & (page < num_pages)
-    return tl.where(found, page, 0).to(tl.int64), tl.where(found, place - column * PAGE, 0), found
+    token = tl.where(found, place - column * page_size, 0)
+    return tl.where(found, page, 0).to(tl.int64), token, found
 
 
 @triton.jit
@@ -51,9 +52,9 @@ def _list_cells(
     base,
     num_columns,
     num_pages,
+    page_size,
     RATIO: tl.constexpr,
     WIDTH: tl.constexpr,
-    PAGE: tl.constexpr,
     CHUNK: tl.constexpr,
     SAME: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -66,7 +67,7 @@ def _list_cells(
         ids = tl.load(ids_ptr + at // PER_BLOCK, mask=at < num_ids * PER_BLOCK, other=-1)
         chosen = (ids >= 0) & (ids < limit)
         place = tl.where(chosen, ids, 0) * RATIO + at % PER_BLOCK * WIDTH + base
-        page, token, found = _find(page_row_ptr, place, chosen, num_columns, num_pages, PAGE)
+        page, token, found = _find(page_row_ptr, place, chosen, num_columns, num_pages, page_size)
         ones = tl.where(found, 1, 0)
         rank = count + tl.cumsum(ones, 0) - ones
         k_at = (page * stride_k_p + token * stride_k_s) // ALIGN
@@ -126,6 +127,7 @@ def _step(
         "num_requests",
         "num_columns",
         "num_pages",
+        "page_size",
     ]
 )
 def rows_kernel(
@@ -173,6 +175,7 @@ def rows_kernel(
     num_columns,
     num_pages,
     scale,
+    page_size,
     RATIO: tl.constexpr,
     WIDTH: tl.constexpr,
     PAGE: tl.constexpr,
@@ -202,7 +205,8 @@ def rows_kernel(
     whose shared_ptr entry is not zero were attended by the row-union schedule already.
 
     lists: int32 or int64 scratch, list_size cells a program; twice that unless K and V share
-    offsets (SAME). Offsets are in units of ALIGN elements, which divides every stride.
+    offsets (SAME). Offsets are in units of ALIGN elements, which divides every stride. PAGE: tokens
+    of a page, or 0 where page_size says it at run time.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -216,6 +220,7 @@ def rows_kernel(
     kv_head = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     splits = tl.num_programs(2) if SPLIT else 1
+    size = PAGE if PAGE > 0 else page_size
     ACTIVATION: tl.constexpr = q_ptr.dtype.element_ty
     SHIFT: tl.constexpr = WIDTH // 2 - WIDTH // 8  # log2, for 1, 2, 4 and 8
     offs_m = tl.arange(0, BLOCK_M)
@@ -279,9 +284,9 @@ def rows_kernel(
             base,
             num_columns,
             num_pages,
+            size,
             RATIO,
             WIDTH,
-            PAGE,
             CHUNK,
             SAME,
             ALIGN,
@@ -303,7 +308,7 @@ def rows_kernel(
         for start in tl.range(0, tl.minimum(masked_end, total_tokens), BLOCK_N, num_stages=1):
             at = start + offs_n
             page, token, found = _find(
-                page_row, tail_start + at + base, at < tail, num_columns, num_pages, PAGE
+                page_row, tail_start + at + base, at < tail, num_columns, num_pages, size
             )
             behind = tl.maximum(at - tail, 0)
             listed = (at >= tail) & (at < total_tokens)

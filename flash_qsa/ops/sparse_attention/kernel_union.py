@@ -38,7 +38,7 @@ def _load_cells(
     stride_p,
     stride_s,
     live,
-    PAGE: tl.constexpr,
+    page_size,
     UNIT: tl.constexpr,
     RATIO: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -53,8 +53,8 @@ def _load_cells(
     if UNIT > 0:
         base = cells.to(tl.int64) * UNIT
     else:
-        page = cells // PAGE
-        base = page.to(tl.int64) * stride_p + (cells - page * PAGE) * stride_s
+        page = cells // page_size
+        base = page.to(tl.int64) * stride_p + (cells - page * page_size) * stride_s
     step = tl.arange(0, RATIO)[None, :, None] * stride_s
     # [BLOCK_N / C, C, DIM]
     ptrs = cache_ptr + base[:, None, None] + step + tl.arange(0, DIM)[None, None, :]
@@ -67,7 +67,7 @@ def _either(a, b):
     return a | b
 
 
-@triton.jit(do_not_specialize=["first_row", "end_row"])
+@triton.jit(do_not_specialize=["first_row", "end_row", "page_size"])
 def union_kernel(
     q_ptr,
     k_ptr,
@@ -101,6 +101,7 @@ def union_kernel(
     end_row,
     capacity,
     scale,
+    page_size,
     RATIO: tl.constexpr,
     PAGE: tl.constexpr,
     UNIT: tl.constexpr,
@@ -119,13 +120,15 @@ def union_kernel(
     V_SCALE: tl.constexpr,
 ):
     """Grid [tiles, Hkv, splits]; SPLIT: more than one split. DIM and RATIO are powers of two,
-    BLOCK_N a multiple of RATIO."""
+    BLOCK_N a multiple of RATIO. PAGE: tokens of a page, or 0 where page_size says it at run time.
+    """
     tile = tl.program_id(0)
     if tl.load(shared_ptr + tile) == 0:
         return
     kv_head = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     splits = tl.num_programs(2) if SPLIT else 1
+    size = PAGE if PAGE > 0 else page_size
     ACTIVATION: tl.constexpr = q_ptr.dtype.element_ty
     CELLS: tl.constexpr = BLOCK_N // RATIO
     offs_m = tl.arange(0, BLOCK_M)
@@ -173,7 +176,7 @@ def union_kernel(
         cells = tl.load(cells_ptr + begin * CELLS + offs_c)
         k = _load_cells(
             k_ptr, cells, stride_k_p, stride_k_s, live,
-            PAGE, UNIT, RATIO, BLOCK_N, DIM, COMPUTE, FP8_BYTES,
+            size, UNIT, RATIO, BLOCK_N, DIM, COMPUTE, FP8_BYTES,
         )  # fmt: skip
         scores = product(q, tl.trans(k), COMPUTE) * log2_scale
         # A row without a token here still takes a real score for its reference.
@@ -185,11 +188,11 @@ def union_kernel(
         member = tl.load(masks_ptr + step * BLOCK_N + offs_n).to(tl.int32)
         k = _load_cells(
             k_ptr, cells, stride_k_p, stride_k_s, live,
-            PAGE, UNIT, RATIO, BLOCK_N, DIM, COMPUTE, FP8_BYTES,
+            size, UNIT, RATIO, BLOCK_N, DIM, COMPUTE, FP8_BYTES,
         )  # fmt: skip
         v = _load_cells(
             v_ptr, cells, stride_v_p, stride_v_s, live,
-            PAGE, UNIT, RATIO, BLOCK_N, DIM, COMPUTE, FP8_BYTES,
+            size, UNIT, RATIO, BLOCK_N, DIM, COMPUTE, FP8_BYTES,
         )  # fmt: skip
         scores = product(q, tl.trans(k), COMPUTE) * log2_scale
         keep = (member[None, :] & bits[:, None]) != 0
