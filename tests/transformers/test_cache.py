@@ -116,12 +116,17 @@ def test_a_step_reads_no_finished_group(small):
             cache.layers[0].indexer_keys[1, : tokens // 4 * 4] = float("nan")
 
 
-def test_compressed_keys_equal_pooling_again(small):
+def test_compressed_keys_equal_pooling_again(small, monkeypatch):
     config = tiny_text_config(**ONE_LAYER)
     indexer = small.model.layers[0].self_attn.indexer
     layer = GrowingIndexedLayer()
     starts = torch.tensor([0, 5, 11])
     length = 0
+    pooled_at = []
+    monkeypatch.setattr(
+        "flash_qsa.integrations.transformers.cache.pool_keys",
+        lambda *arguments: pooled_at.append(length) or pool_keys(*arguments),
+    )
 
     def check(padding):
         layout = qsa_mask(
@@ -144,6 +149,7 @@ def test_compressed_keys_equal_pooling_again(small):
             length += queries
             torch.manual_seed(3)  # the same rotation at every step
             check(starts)
+        assert pooled_at[:4] == [13, 15, 16, 17]  # at 14 tokens no row has closed a group
         layer.reorder_cache(torch.tensor([2, 0, 0]))
         starts = starts[[2, 0, 0]]
         assert layer.run_starts == (11, 0, 0)

@@ -105,7 +105,8 @@ class GrowingIndexedLayer(DynamicIndexedLayer):
     ) -> torch.Tensor:
         """Compressed keys [B, slots, Di]; as `pool_keys`, but pools only what is new.
 
-        Groups that closed since the last call are pooled, and one that may still be open.
+        Groups that closed since the last call are pooled, and one that may still be open; nothing
+        where no row closed one, as in most steps of a generation.
         """
         starts, tokens = layout.run_starts, raw_keys.shape[1]
         if starts is None or torch.compiler.is_compiling():
@@ -115,6 +116,10 @@ class GrowingIndexedLayer(DynamicIndexedLayer):
             self._forget()
             self.run_starts = starts
         ratio, (batch, _, dim) = layout.compress_ratio, raw_keys.shape
+        if self.compressed is not None and self._closed(tokens, ratio) == self._closed(
+            self.compressed_tokens, ratio
+        ):
+            return self.compressed[:, : max(1, tokens // ratio)]
         start = torch.zeros(batch, 1, dtype=torch.int64, device=raw_keys.device)
         if layout.block_start is not None:
             start = layout.block_start[:, :1]
@@ -133,6 +138,10 @@ class GrowingIndexedLayer(DynamicIndexedLayer):
         self.compressed = buffer.scatter_(1, slots[..., None].expand(-1, -1, dim), pooled)
         self.compressed_tokens = tokens
         return buffer[:, :total]
+
+    def _closed(self, tokens: int, ratio: int) -> list[int]:
+        """Groups that each row has closed when so many tokens are cached."""
+        return [max(tokens - start, 0) // ratio for start in self.run_starts]
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
