@@ -91,7 +91,7 @@ def _run_phase(
     shape = (step.width, *step.query.shape[1:], product.itemsize)
     dense = tiles.choose_dense(phase, *shape, target)
     if dense is not None:
-        dense = replace(dense, **(tuning.get("dense") or {}))
+        dense = _tuned(dense, tuning.get("dense"))
         keys = GatheredKeys(
             step.cache, step.page_table, step.width, step.page, phase, dense, product, plan
         )
@@ -101,7 +101,7 @@ def _run_phase(
     max_group = tiles.MAX_GROUP if dense is None else tiles.DENSE_MAX_GROUP
     order = tuning.get("selector")
     select = selector.choose_tiles(rows, step.width, step.top_k, target, max_group, order)
-    select = replace(select, **tuning.get("select", {}))
+    select = _tuned(select, tuning.get("select"))
     space = Workspace(
         workspace,
         step.width,
@@ -120,9 +120,10 @@ def _run_phase(
         if "score" in parts and dense is not None:
             step.score_dense(dense, select, begin, end, space, keys, target)
         elif "score" in parts:
-            part = replace(phase, begin=begin, end=end)
+            whole = (begin, end) == (phase.begin, phase.end)
+            part = phase if whole else replace(phase, begin=begin, end=end)
             score = tiles.choose_score(part, *shape, target, **tuning.get("decode", {}))
-            score = replace(score, **tuning.get("score", {}))
+            score = _tuned(score, tuning.get("score"))
             # only a scorer that is resident as a whole lets the selection start before its end
             grid = -(-(end - begin) // score.rows) * score.splits
             dependent = grid <= tiles.DECODE_PROGRAMS * target.processors
@@ -130,6 +131,10 @@ def _run_phase(
             step.score(score, select, begin, end, space, target, dependent)
         if "select" in parts:
             step.select(select, begin, end, space, dependent)
+
+
+def _tuned(tiles: Any, fields: dict[str, Any] | None) -> Any:
+    return replace(tiles, **fields) if fields else tiles
 
 
 def _storage(tensor: torch.Tensor, target: Target) -> torch.Tensor:
