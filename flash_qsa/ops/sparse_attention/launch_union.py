@@ -27,18 +27,18 @@ def launch_union(call: Call, segment: Segment, union: UnionTiles, rows: RowTiles
     tiles = -(-(segment.end_row - segment.first_row) // union.rows)
     # in whole sixteens, so that the compiler's classes of numbers do not tell them apart
     words = max(-(-num_columns * page_size // (512 * call.ratio)), 1) * 16
-    flags = -(-tiles // 16) * 16
 
     def buffer(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return call.query.new_empty(shape, dtype=dtype)
 
-    bitmap, prefix = buffer(2, union.build_programs, words).unbind(0)
+    # a tensor each: allocating one takes the host less time than cutting it out of another
+    bitmap, prefix = (buffer(union.build_programs, words) for _ in range(2))
     packed = buffer(union.build_programs, union.capacity, dtype=torch.int64)
     # a step more than the lists hold, because the Hopper schedule reads a step ahead
     listed = tiles * union.capacity + union.block_n
     cells = buffer(listed)
     masks = buffer(listed, call.ratio, dtype=torch.int16)
-    counts, shared = buffer(2, flags)[:, :tiles].unbind(0)
+    counts, shared = buffer(tiles), buffer(tiles)
     sections = buffer(tiles, 2)
     unit_page, unit_token, unit = call.cell_units()
     build_kernel[(union.build_programs,)](
