@@ -67,7 +67,6 @@ def test_deterministic_splits_ignore_the_batch_and_others_fill_the_device():
     assert rows_tiles(8192, target=target).splits == 1
 
 
-@pytest.mark.parity("P39")
 def test_no_processor_has_much_more_than_its_share():
     measured = {48: 4, 64: 2, 96: 2, 128: 1, 256: 1}
     assert {programs: even_splits(programs, 132, 32) for programs in measured} == measured
@@ -79,6 +78,7 @@ def test_no_processor_has_much_more_than_its_share():
     assert even_splits(40, 132, 2) == 2 and even_splits(40, 132, 0) == 1
 
 
+@pytest.mark.parity("P39")
 def test_segments_follow_the_plan_and_cover_all_rows():
     assert segments(8, 8, 8, 1, 1) == [Segment(0, 8, 1)]
     assert segments(9, 8, 8, 1, 1) == [Segment(0, 9, 1)]
