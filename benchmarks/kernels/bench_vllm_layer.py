@@ -188,11 +188,11 @@ def measure(layer: Layer, peer: Peer) -> dict[str, dict[str, float]]:
         for stage, call in stages.items():
             calls = [functools.partial(call, cache) for cache in caches]
             runs.setdefault(stage, {})[name] = calls if captured else calls * QUEUED
-    return {
-        stage: {name: round(times.median_us, 1) for name, times in seen.items()}
-        for stage, sides in runs.items()
-        for seen in [interleaved(sides, torch.device(DEVICE), REPEATS, graph=captured)]
-    }
+    medians: dict[str, dict[str, float]] = {}
+    for stage, sides in runs.items():
+        times = interleaved(sides, torch.device(DEVICE), REPEATS, graph=captured)
+        medians[stage] = {name: round(seen.median_us, 1) for name, seen in times.items()}
+    return medians
 
 
 def main() -> None:

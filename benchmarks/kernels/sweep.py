@@ -34,16 +34,15 @@ from flash_qsa.ops.select_blocks.api import DEFAULT_WORKSPACE_BYTES
 from flash_qsa.ops.sparse_attention import kernel as attention
 from flash_qsa.ops.sparse_attention.kernel import Tuning
 from flash_qsa.testing.inputs import Problem
-from flash_qsa.testing.measure.cases import PEERS, attention_faults, cost, select
-from flash_qsa.testing.measure.problem import copies_of, problem_bytes, workload_problem
-from flash_qsa.testing.measure.timing import Run, device_rates, interleaved
+from flash_qsa.testing.measure.cases import attention_faults, cost, peer_runs, rotating, select
+from flash_qsa.testing.measure.problem import workload_problem
+from flash_qsa.testing.measure.timing import GRAPH_ROWS, Run, device_rates, interleaved
 from flash_qsa.testing.workloads import WORKLOADS
 
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
 OF_ATTENTION = frozenset(Tuning.__dataclass_fields__)
 OF_SELECTION = frozenset(("score", "select", "decode", "dense", "selector", "pdl"))
-GRAPH_ROWS = 512
 
 Settings = dict[str, Any]
 """Setting names, e.g. "rows.block_n", and a value of each."""
@@ -150,16 +149,7 @@ def main() -> None:
         with concurrent.futures.ProcessPoolExecutor(options.jobs, mp_context=spawn) as pool:
             for settings in variants:
                 pool.submit(compile_one, op, workload.name, settings)
-    if options.peers:
-        from flash_qsa.testing.measure.vllm_peer import register
-
-        register(options.peers)
-
-    problems = [workload_problem(workload, DTYPE, DEVICE)]
-    least = cost(op, problems[0], select(problems[0], "triton"))
-    count = copies_of(least.moved, problem_bytes(workload, DTYPE), DEVICE)
-    problems += [workload_problem(workload, DTYPE, DEVICE, seed) for seed in range(1, count)]
-    pairs = [(problem, select(problem, "triton")) for problem in problems]
+    pairs = rotating(workload, [op], DTYPE, DEVICE, "triton")
     runs: dict[str, list[Run]] = {}
     for settings in variants:
         name = " ".join(f"{key}={value}" for key, value in settings.items()) or "as chosen"
@@ -171,12 +161,15 @@ def main() -> None:
             print(f"{name}: {wrong[0]}", file=sys.stderr)
             continue
         runs[name] = [calls(op, problem, ids, settings) for problem, ids in pairs]
-    for name, peer in PEERS[op].items():
-        if name != "torch dense":
-            runs[name] = [peer(problem, ids) for problem, ids in pairs]
+    if options.peers:
+        from flash_qsa.testing.measure.vllm_peer import register
+
+        register(options.peers)
+        runs |= peer_runs(op, pairs)
     times = interleaved(runs, DEVICE, options.repeats, graph=workload.total_rows <= GRAPH_ROWS)
+    least = cost(op, *pairs[0])
     floor = device_rates(DEVICE, DTYPE).floor_us(least.moved, least.flops)
-    print(f"{op} {workload.name}, floor {floor:.1f} us, {count} copies")
+    print(f"{op} {workload.name}, floor {floor:.1f} us, {len(pairs)} copies")
     for name, seen in sorted(times.items(), key=lambda pair: pair[1].median_us):
         print(f"{seen.median_us:10.1f} us  {floor / seen.median_us:4.0%}  {name}")
 

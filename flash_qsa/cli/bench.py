@@ -130,34 +130,24 @@ def results(
 ) -> Iterator[dict[str, Any]]:
     """One row of FIELDS for each workload, op and implementation, or one with a "fault"."""
     from flash_qsa import dispatch
-    from flash_qsa.testing.measure.cases import OURS, PEERS, cost, gate, select
-    from flash_qsa.testing.measure.problem import copies_of, problem_bytes, workload_problem
-    from flash_qsa.testing.measure.timing import device_rates, interleaved
+    from flash_qsa.testing.measure.cases import OURS, cost, gate, peer_runs, rotating
+    from flash_qsa.testing.measure.timing import GRAPH_ROWS, device_rates, interleaved
 
     rates = device_rates(device, dtype)
     ours = f"flash-qsa {dispatch.choose(backend, device).backend}"
     machine = machine_facts(device)
     for workload in workloads:
-        problems = [workload_problem(workload, dtype, device)]
-        chosen = [select(problems[0], backend)]
-        moved = min(cost(op, problems[0], chosen[0]).moved for op in ops)
-        for seed in range(1, copies_of(moved, problem_bytes(workload, dtype), device)):
-            problems.append(workload_problem(workload, dtype, device, seed))
-            chosen.append(select(problems[-1], backend))
+        pairs = rotating(workload, ops, dtype, device, backend)
         for op in ops:
             about = {"op": op, "workload": workload.name}
-            if faults := gate(op, problems[0], chosen[0], backend):
+            if faults := gate(op, *pairs[0], backend):
                 yield {**about, "impl": ours, "fault": faults[0]}
                 continue
-            pairs = list(zip(problems, chosen))
             runs = {ours: [OURS[op](problem, ids, backend) for problem, ids in pairs]}
-            for name, peer in PEERS[op].items():
-                calls = [peer(problem, ids) for problem, ids in pairs]
-                if all(calls):
-                    runs[name] = calls
-            small = workload.total_rows <= 512
+            runs |= peer_runs(op, pairs)
+            small = workload.total_rows <= GRAPH_ROWS
             times = interleaved(runs, device, repeats, graph=small)
-            least = cost(op, problems[0], chosen[0])
+            least = cost(op, *pairs[0])
             floor = rates.floor_us(least.moved, least.flops)
             for name, seen in times.items():
                 yield {
@@ -171,7 +161,7 @@ def results(
                     "overlap": workload.overlap,
                     **machine,
                 }
-        del problems, chosen
+        del pairs
 
 
 def machine_facts(device: torch.device) -> dict[str, Any]:

@@ -21,9 +21,15 @@ from flash_qsa.testing.compare import (
     within_bound,
 )
 from flash_qsa.testing.inputs import Problem
-from flash_qsa.testing.measure.problem import step_problem
+from flash_qsa.testing.measure.problem import (
+    copies_of,
+    problem_bytes,
+    step_problem,
+    workload_problem,
+)
 from flash_qsa.testing.measure.timing import Run
 from flash_qsa.testing.selfcheck import Setting, run_stages
+from flash_qsa.testing.workloads import Workload
 
 GATE_ROWS = 8
 
@@ -124,6 +130,25 @@ PEERS: dict[str, dict[str, Callable[[Problem, torch.Tensor], Run | None]]] = {
     "select+attend": {"torch dense": dense},
     "prepare": {},
 }
+
+
+def peer_runs(op: str, pairs: list[tuple[Problem, torch.Tensor]]) -> dict[str, list[Run]]:
+    """Calls of every peer that applies, one for each problem with our selection."""
+    runs = {name: [peer(*pair) for pair in pairs] for name, peer in PEERS[op].items()}
+    return {name: calls for name, calls in runs.items() if all(calls)}
+
+
+def rotating(
+    workload: Workload, ops: list[str], dtype: torch.dtype, device: torch.device, backend: str
+) -> list[tuple[Problem, torch.Tensor]]:
+    """Copies of a workload's problem with our selections: as many as the op of `ops` that moves
+    least asks for, see `copies_of`."""
+    problem = workload_problem(workload, dtype, device)
+    first = problem, select(problem, backend)
+    least = min(cost(op, *first).moved for op in ops)
+    count = copies_of(least, problem_bytes(workload, dtype), device)
+    others = (workload_problem(workload, dtype, device, seed) for seed in range(1, count))
+    return [first, *((problem, select(problem, backend)) for problem in others)]
 
 
 def cost(op: str, problem: Problem, ids: torch.Tensor) -> Cost:

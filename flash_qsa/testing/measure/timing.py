@@ -17,6 +17,9 @@ SPIN_MARGIN_US = 200.0
 MIN_ROUNDS, MAX_SECONDS = 5, 3.0
 """Rounds that are always timed, and the time after which no other one begins."""
 
+GRAPH_ROWS = 512
+"""Rows of a step up to which it is timed as a replayed graph, as engines run their decodes."""
+
 MAX_SPIN_US = 50_000.0
 """A turn that the host cannot issue within this waits for the device itself: nothing hides it."""
 
