@@ -1,7 +1,7 @@
 """Schedules and tiles of sparse_attention: pure functions of numbers.
 
 Nothing here looks at a tensor, a device or a clock. Timings behind the H200 choices are in
-`benchmarks/`; other devices get what fits their shared memory.
+`benchmarks/results/`; other devices get what fits their shared memory.
 """
 
 from __future__ import annotations
