@@ -12,7 +12,7 @@ class Workload:
     """`batch` requests of `context` tokens, each bringing `rows` new rows.
 
     overlap is the AR(1) correlation of neighbouring rows' index queries: how alike they choose.
-    fp8_index: index keys and queries are e4m3.
+    fp8_index: index keys and queries are e4m3. fp8_cache: so are the main cache's keys and values.
     """
 
     name: str
@@ -22,6 +22,7 @@ class Workload:
     overlap: float = 0.0
     shape: Shape = REAL
     fp8_index: bool = False
+    fp8_cache: bool = False
 
     @property
     def total_rows(self) -> int:
@@ -96,6 +97,16 @@ FP8_INDEX = tuple(
     replace(workload, name=f"fp8index-{workload.name}", fp8_index=True)
     for workload in (_decode(8, 131072), _decode(32, 131072), _prefill(8192, 131072, 0.97))
 )
+FP8_CACHE = tuple(
+    replace(workload, name=f"fp8-{workload.name}", fp8_index=True, fp8_cache=True)
+    for workload in (
+        *(_decode(batch, 32768) for batch in (1, 8, 32, 128)),
+        _decode(32, 131072),
+        _verify(32, 32768, 0.97),
+        *(_prefill(8192, context, 0.97) for context in (32768, 131072)),
+        _prefill(8192, 32768, 0.0),
+    )
+)
 CPU = (
     _decode(1, 8192),
     _decode(1, 32768),
@@ -113,6 +124,7 @@ WORKLOADS = {
         *LONG_PREFILL,
         *TENSOR_PARALLEL,
         *FP8_INDEX,
+        *FP8_CACHE,
         *CPU,
     )
 }

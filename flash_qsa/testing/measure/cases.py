@@ -13,6 +13,7 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 
 from flash_qsa.ops import select_blocks, sparse_attention
+from flash_qsa.ops.fp8 import is_fp8
 from flash_qsa.ops.prepare.api import Prepared
 from flash_qsa.testing.compare import (
     attention_truth,
@@ -106,7 +107,7 @@ def dense(problem: Problem, ids: torch.Tensor) -> Run | None:
     It reads contiguous keys and values, gathered outside the measurement: no pages to follow.
     """
     plan, shape = problem.plan, problem.shape
-    if plan.num_rows * plan.max_seq_len > MAX_DENSE_PAIRS:
+    if is_fp8(problem.kv_cache.dtype) or plan.num_rows * plan.max_seq_len > MAX_DENSE_PAIRS:
         return None
     requests, rows, length = plan.num_requests, plan.max_query_len, plan.max_seq_len
     token = torch.arange(length, device=problem.query.device)
@@ -187,9 +188,12 @@ def _attend_cost(problem: Problem, ids: torch.Tensor) -> Cost:
 def _prepare_cost(problem: Problem, ids: torch.Tensor) -> Cost:
     """Projections read once; queries, gates, keys, values and index queries written once."""
     shape, rows = problem.shape, problem.plan.num_rows
-    main = (shape.heads + shape.kv_heads) * 2 * shape.head_dim
-    index = (shape.index_heads + 1) * shape.index_dim
-    return Cost(2.0 * rows * (main + index) * problem.query.element_size(), 0.0)
+    heads, pairs = 2 * shape.heads * shape.head_dim, 2 * shape.kv_heads * shape.head_dim
+    index = shape.index_heads * shape.index_dim
+    read = (heads + pairs + index + shape.index_dim) * problem.query.element_size()
+    written = (heads + shape.index_dim) * problem.query.element_size()
+    written += pairs * problem.kv_cache.element_size() + index * problem.index_query.element_size()
+    return Cost(float(rows * (read + written)), 0.0)
 
 
 def gate(op: str, problem: Problem, ids: torch.Tensor, backend: str) -> list[str]:

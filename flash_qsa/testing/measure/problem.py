@@ -57,7 +57,10 @@ def workload_problem(
             ).flatten(0, 1),
             index_dtype,
         ),
-        draw(pages, shape.kv_heads, shape.page_size, 2 * shape.head_dim),
+        to_storage(
+            draw(pages, shape.kv_heads, shape.page_size, 2 * shape.head_dim),
+            torch.float8_e4m3fn if workload.fp8_cache else dtype,
+        ),
         to_storage(draw(pages, shape.page_size // shape.ratio, 1, shape.index_dim), index_dtype),
     )
 

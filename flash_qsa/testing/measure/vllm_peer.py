@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from flash_qsa.ops.compress_keys.ring_rows import stores_positions
+from flash_qsa.ops.fp8 import is_fp8
 from flash_qsa.testing.inputs import Problem
 from flash_qsa.testing.measure.cases import PEERS
 from flash_qsa.testing.measure.problem import step_problem
@@ -103,6 +104,7 @@ def _expand(indexer, problem: Problem, ids: torch.Tensor, packed: torch.Tensor) 
 def _attend(attention, problem: Problem, packed: torch.Tensor, out: torch.Tensor) -> None:
     plan = problem.plan
     keys, values = problem.kv_cache.transpose(1, 2).split(problem.shape.head_dim, -1)
+    scale = 1.0 if is_fp8(keys.dtype) else None
     attention.qsa_sparse_paged_attention(
         problem.query,
         keys,
@@ -112,6 +114,8 @@ def _attend(attention, problem: Problem, packed: torch.Tensor, out: torch.Tensor
         plan.request_ids,
         plan.max_query_len > 8,
         out,
+        scale,
+        scale,
         output_gate=problem.gate,
     )
 
