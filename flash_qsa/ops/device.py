@@ -16,9 +16,8 @@ def e4m3_to_fp16(code):
     all of them set is NaN. Every finite e4m3 number is an FP16 number.
     """
     bits = code.to(tl.uint16)
-    magnitude = ((bits & 0x7F) << 7).to(tl.float16, bitcast=True) * 256.0
-    magnitude = tl.where((bits & 0x7F) == 0x7F, float("nan"), magnitude)
-    return tl.where(bits >= 0x80, -magnitude, magnitude).to(tl.float16)
+    value = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
+    return tl.where((bits & 0x7F) == 0x7F, float("nan"), value).to(tl.float16)
 
 
 class Heads(NamedTuple):

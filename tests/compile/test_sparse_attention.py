@@ -6,6 +6,8 @@ model's shape is compiled for every target; dtypes, head dims and groups are spr
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -76,6 +78,13 @@ def test_row_unions_of_the_real_model(target):
         assert "wgmma.mma_async" in kernels["union_sm90_kernel"].matrix_instructions
 
 
+@pytest.mark.parametrize("dim", [128, 256])
+def test_row_unions_of_an_fp8_cache_on_hopper(dim):
+    kernel = built("sm_90", call(8192, 1, kv=E4M3, dim=dim))["union_sm90_kernel"]
+    assert "wgmma.mma_async" in kernel.matrix_instructions and kernel.spilled_bytes <= 128
+    assert "cp.async.cg.shared.global" in kernel.asm
+
+
 @pytest.mark.bug("O-43")
 @pytest.mark.parity("P41")
 @pytest.mark.parametrize(
@@ -117,3 +126,12 @@ def test_shifted_and_reused_selections_on_pages_of_784_tokens():
 def test_keys_and_values_arrive_sixteen_bytes_at_a_time():
     kernel = built("sm_90", call(4, 4))["rows_kernel"]
     assert "cp.async.cg.shared.global" in kernel.asm and kernel.spilled_bytes == 0
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_120"])
+def test_fp8_is_neither_loaded_byte_by_byte_nor_converted_to_bf16(target):
+    kernel = built(target, call(32, 32, kv=E4M3))["rows_kernel"]
+    assert "cp.async.cg.shared.global" in kernel.asm and kernel.spilled_bytes <= 128
+    loads = re.findall(r"ld\.shared[.\w:]*?\.[bsu]8\b", kernel.asm)
+    assert len(loads) <= 4  # of the list's scan; a step's values would be a hundred and more
+    assert not re.search(r"cvt[.\w]*\.bf16(?:x2)?\.f16", kernel.asm)

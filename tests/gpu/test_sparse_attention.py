@@ -94,6 +94,8 @@ def test_keys_and_values_of_their_own(schedule, one_page):
 @pytest.mark.parametrize("storage", [torch.float8_e4m3fn, torch.uint8])
 @pytest.mark.bug("O-41", "O-42")
 def test_fp8_in_every_schedule(schedule, storage):
+    if schedule == "union-fixed":
+        pytest.skip("FP16 probabilities, as FP8 has them there, need the running maximum")
     problem = make_problem([1203, 77], [60, 1], MIDDLE, dtype=torch.bfloat16, device="cuda")
     keys, values = (part.float() for part in problem.kv_cache.chunk(2, -1))
     keys[..., 0], values[..., 1] = 900.0, 2000.0

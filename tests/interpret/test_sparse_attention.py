@@ -170,6 +170,42 @@ def test_fp8_with_scales(storage, as_tensor):
         check(case.poisoned(), SCHEDULES[schedule])
 
 
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("magnitude", [2.0**-100, 1.0, 2.0**60])
+def test_fp8_under_queries_of_any_magnitude(magnitude, aligned):
+    """FP8 is multiplied in FP16, which holds neither BF16's large numbers nor its small ones.
+
+    Values that words of four reach are read as such, others byte by byte.
+    """
+    shape = Shape(heads=4, kv_heads=2, head_dim=64, page_size=16, top_k=4)
+    problem = make_problem([40], [3], shape, dtype=torch.bfloat16, kv_dtype=torch.uint8)
+    query, cache = problem.query.clone(), torch.zeros(*problem.kv_cache.shape[:3], 144)
+    query[:, 1, ::2] *= 2.0**-20
+    cache = cache.to(torch.uint8)[..., 0 if aligned else 8 :][..., :128]
+    cache.copy_(problem.kv_cache)
+    scale = 0.125 / magnitude
+    case = AttentionCase.of(problem, query=query * magnitude, kv_cache=cache, scale=scale)
+    for schedule in ("rows", "rows-3-splits", "union-online"):
+        check(case, SCHEDULES[schedule])
+
+
+@pytest.mark.bug("O-56")
+def test_what_a_row_attends_almost_alone_it_returns_exactly():
+    """Token 40 has 1,000 to 8,000 times the weight of any other, of those that come first too."""
+    problem = make_problem([64], [8], Shape(heads=2, kv_heads=1, top_k=12), dtype=torch.float16)
+    query, cache = torch.zeros_like(problem.query), problem.kv_cache
+    query[..., 0] = 32**0.5 * torch.linspace(7, 9, 16).view(8, 2)
+    cache[..., 0] = 0
+    cache[problem.plan.page_table[0, 40 // 16], :, 40 % 16, 0] = 1
+    ids = torch.arange(12, dtype=torch.int32).repeat(8, 1)
+    case = AttentionCase.of(problem, ids, query=query, gate=None)
+    truth = case.truth()
+    least = (truth.out.half().double() - truth.out).square().mean()
+    for schedule in ("rows", "union-online", "union-fixed", "union-fixed-3-splits"):
+        out, _ = check(case, SCHEDULES[schedule], truth=truth)
+        assert (out.double() - truth.out).square().mean() <= 1.2 * least, schedule
+
+
 @pytest.mark.bug("O-33")
 def test_page_offsets_beyond_two_to_the_31():
     far, near = far_and_near_pages()

@@ -27,7 +27,7 @@ from flash_qsa.targets import TARGETS
 
 def rows_tiles(rows, *, dim=256, num_ids=512, ratio=4, kv=2, compute=2, target, fixed=False):
     segment = Segment(0, rows, 1)
-    return choose_rows(segment, 2, dim, num_ids, ratio, 32768, kv, compute, target, fixed)
+    return choose_rows(segment, 2, dim, num_ids, ratio, kv, compute, target, fixed)
 
 
 @pytest.mark.bug("O-44")

@@ -12,7 +12,7 @@ from flash_qsa.checks import E4M3_DTYPES, Scale
 from flash_qsa.ops.paging import constant_page
 from flash_qsa.ops.sparse_attention.tiles import cell_units
 from flash_qsa.plan import BatchPlan
-from flash_qsa.targets import Target, device_target
+from flash_qsa.targets import Target, device_target, power_of_two
 
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
@@ -42,8 +42,8 @@ class Call(NamedTuple):
     scales: dict
     scale_args: tuple
     compute: torch.dtype
+    fp8: bool
     fp8_bytes: bool
-    context: int
     page: int
     target: Target
     early_launch: bool
@@ -73,6 +73,17 @@ class Call(NamedTuple):
         lse = (0, 0) if self.lse is None else self.lse.stride()
         return (*gate.stride()[:2], *self.out.stride()[:2], *lse)
 
+    @property
+    def narrow(self) -> bool:
+        """Whether BF16 activations meet an FP8 cache in FP16."""
+        return self.fp8 and self.compute == torch.float16
+
+    def words_fit(self) -> bool:
+        """Whether FP8 values come in words of four, 16 bytes a load, if strides are whole 16s."""
+        dim, values = self.values.shape[3], self.values
+        whole = self.fp8 and dim >= 64 and power_of_two(dim) == dim
+        return whole and values.data_ptr() % 16 == 0 and self.target.backend != "hip"
+
     def or_dummy(self, tensor: torch.Tensor | None) -> torch.Tensor:
         """A pointer for an argument that the kernel's flags say is absent."""
         return self.query if tensor is None else tensor
@@ -100,13 +111,17 @@ class Call(NamedTuple):
     ) -> Call:
         target = device_target(query.device)
         interpreted = dispatch.interpreting()
-        # Without a native type, FP8 travels as bytes and BF16 products are done in FP32.
-        fp8_bytes = False
-        if keys.dtype in E4M3_DTYPES:
+        # Without a native type, FP8 travels as bytes and BF16 products are done in FP32. FP8 is
+        # multiplied in FP16: BF16 would cost three more instructions a number.
+        fp8, fp8_bytes = keys.dtype in E4M3_DTYPES, False
+        compute = query.dtype
+        if fp8:
             fp8_bytes = interpreted or target.backend == "hip" or not target.has_e4m3
             storage = torch.uint8 if fp8_bytes else torch.float8_e4m3fn
             keys, values = keys.view(storage), values.view(storage)
-        narrow = query.dtype == torch.bfloat16 and (interpreted or not target.has_bf16)
+            compute = torch.float16 if compute == torch.bfloat16 else compute
+        elif compute == torch.bfloat16 and (interpreted or not target.has_bf16):
+            compute = torch.float32
         return cls(
             query,
             keys,
@@ -124,9 +139,9 @@ class Call(NamedTuple):
             scale,
             {"K_SCALE": _scale_kind(k_scale), "V_SCALE": _scale_kind(v_scale)},
             tuple(1.0 if s is None else s for s in (k_scale, v_scale)),
-            torch.float32 if narrow else query.dtype,
+            compute,
+            fp8,
             fp8_bytes,
-            page_table.shape[1] * keys.shape[2] if plan is None else plan.max_seq_len,
             constant_page(keys.shape[2], page_table, plan),
             target,
             target.backend == "cuda" and target.capability >= (9, 0) and not interpreted,

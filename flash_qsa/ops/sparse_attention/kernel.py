@@ -66,7 +66,6 @@ class Numbers(NamedTuple):
     dim: int
     num_ids: int
     ratio: int
-    context: int
     kv_bytes: int
     compute_bytes: int
     precise_exponent: bool
@@ -119,7 +118,7 @@ def launch(
             programs = (part.end_row - first) * call.keys.shape[1] * rows.splits
             rows_per_program = -(-programs // (MAX_PROGRAMS * call.target.processors))
             launch_rows(call, part, rows, rows_per_program, None, partials)
-            launch_merge(call, part, rows.splits, partials)
+            launch_merge(call, part, rows.splits, partials, deterministic)
 
 
 def _numbers(call: Call, plan: BatchPlan | None, deterministic: bool) -> Numbers:
@@ -145,10 +144,9 @@ def _numbers(call: Call, plan: BatchPlan | None, deterministic: bool) -> Numbers
         dim,
         call.block_ids.shape[1],
         call.ratio,
-        call.context,
         call.keys.element_size(),
         call.compute.itemsize,
-        call.query.dtype != torch.float16,
+        call.compute != torch.float16,
         deterministic,
         may_share,
         may_share and _hopper(call),
@@ -159,10 +157,11 @@ def _numbers(call: Call, plan: BatchPlan | None, deterministic: bool) -> Numbers
 def _hopper(call: Call) -> bool:
     """Whether the sm_90 schedule can read this call's tensors."""
     keys, values = call.keys, call.values
-    if call.target.name != "sm_90" or not call.query.dtype == keys.dtype == torch.bfloat16:
+    cached = (torch.bfloat16, torch.float8_e4m3fn)
+    if call.target.name != "sm_90" or call.query.dtype != cached[0] or keys.dtype not in cached:
         return False
     strides = keys.stride()
-    sixteen_byte_rows = (strides[0] | strides[1] | strides[2]) % 8 == 0
+    sixteen_byte_rows = (strides[0] | strides[1] | strides[2]) * keys.element_size() % 16 == 0
     return (
         sixteen_byte_rows
         and call.cell_units()[2] > 0
@@ -228,7 +227,6 @@ def _choose_rows(n: Numbers, segment: Segment, tuning: Tuning) -> RowTiles:
         n.dim,
         n.num_ids,
         n.ratio,
-        n.context,
         n.kv_bytes,
         n.compute_bytes,
         n.target,

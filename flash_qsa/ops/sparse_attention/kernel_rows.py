@@ -17,9 +17,12 @@ import triton
 import triton.language as tl
 
 from flash_qsa.ops.sparse_attention.primitives import (
+    HEADROOM,
     LOG2E,
     LOWEST,
     as_compute,
+    byte_as_compute,
+    fit_query,
     product,
     read_scale,
     store_result,
@@ -80,6 +83,12 @@ def _list_cells(
 
 
 @triton.jit
+def _weighted(acc, shrink, weights, v, at: tl.constexpr, COMPUTE: tl.constexpr, FP8_BYTES):
+    """acc · shrink + weights · (every fourth channel of V, from `at` on)."""
+    return acc * shrink + product(weights, byte_as_compute(v, at, COMPUTE, FP8_BYTES), COMPUTE)
+
+
+@triton.jit
 def _step(
     q,
     k_ptrs,
@@ -88,19 +97,24 @@ def _step(
     acc,
     lanes,
     peak,
-    log2_scale,
+    row_scale,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     COMPUTE: tl.constexpr,
-    ACTIVATION: tl.constexpr,
+    PROBABILITY: tl.constexpr,
     FP8_BYTES: tl.constexpr,
+    WORDS: tl.constexpr,
+    MARGIN: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Online softmax over BLOCK_N tokens; only those in `keep` [N] are read (with MASKED) and
-    attended."""
+    attended. Probabilities are 2^MARGIN times larger."""
+    if WORDS:
+        v_ptrs = v_ptrs.to(tl.pointer_type(tl.int32))
+        v_ptrs = tl.multiple_of(v_ptrs, [16, 16]) + tl.arange(0, BLOCK_D // 4)[None, :]
     if MASKED:
         k = tl.load(k_ptrs, mask=keep[:, None], other=0.0)
-        v = tl.load(v_ptrs, mask=keep[:, None], other=0.0)
+        v = tl.load(v_ptrs, mask=keep[:, None], other=0 if WORDS else 0.0)
     else:
         k = tl.load(k_ptrs)
         v = tl.load(v_ptrs)
@@ -109,13 +123,22 @@ def _step(
         k = tl.where(inside, k, tl.zeros_like(k))
         v = tl.where(inside, v, tl.zeros_like(v))
     k = as_compute(k, COMPUTE, FP8_BYTES)
-    v = as_compute(v, COMPUTE, FP8_BYTES)
-    scores = product(q, tl.trans(k), COMPUTE) * log2_scale
+    scores = product(q, tl.trans(k), COMPUTE) * row_scale[:, None]
     scores = tl.where(keep[None, :], scores, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(scores, 1))
-    weights = tl.exp2(scores - new_peak[:, None])
+    reference = new_peak - MARGIN if MARGIN > 0 else new_peak
+    weights = tl.exp2(scores - reference[:, None])
     shrink = tl.exp2(peak - new_peak)[:, None]
-    acc = acc * shrink + product(weights.to(ACTIVATION).to(COMPUTE), v, COMPUTE)
+    rounded = weights.to(PROBABILITY).to(COMPUTE)
+    if WORDS:
+        acc = (
+            _weighted(acc[0], shrink, rounded, v, 0, COMPUTE, FP8_BYTES),
+            _weighted(acc[1], shrink, rounded, v, 1, COMPUTE, FP8_BYTES),
+            _weighted(acc[2], shrink, rounded, v, 2, COMPUTE, FP8_BYTES),
+            _weighted(acc[3], shrink, rounded, v, 3, COMPUTE, FP8_BYTES),
+        )
+    else:
+        acc = acc * shrink + product(rounded, as_compute(v, COMPUTE, FP8_BYTES), COMPUTE)
     return acc, lanes * shrink + weights, new_peak
 
 
@@ -190,7 +213,9 @@ def rows_kernel(
     SAME: tl.constexpr,
     ALIGN: tl.constexpr,
     COMPUTE: tl.constexpr,
+    NARROW: tl.constexpr,
     FP8_BYTES: tl.constexpr,
+    WORDS: tl.constexpr,
     HAS_TAIL: tl.constexpr,
     HAS_BASE: tl.constexpr,
     HAS_GATE: tl.constexpr,
@@ -207,6 +232,10 @@ def rows_kernel(
     lists: int32 or int64 scratch, list_size cells a program; twice that unless K and V share
     offsets (SAME). Offsets are in units of ALIGN elements, which divides every stride. PAGE: tokens
     of a page, or 0 where page_size says it at run time.
+
+    NARROW: BF16 activations meet an FP8 cache in FP16, see `fit_query`. WORDS: FP8 values are read
+    as int32, four channels each, whose accumulators stay apart: a matrix operand of single bytes
+    would be loaded byte by byte.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -221,7 +250,9 @@ def rows_kernel(
     split = tl.program_id(2)
     splits = tl.num_programs(2) if SPLIT else 1
     size = PAGE if PAGE > 0 else page_size
-    ACTIVATION: tl.constexpr = q_ptr.dtype.element_ty
+    # what probabilities are rounded to
+    PROBABILITY: tl.constexpr = COMPUTE if NARROW else q_ptr.dtype.element_ty
+    MARGIN: tl.constexpr = HEADROOM if NARROW else 0.0
     SHIFT: tl.constexpr = WIDTH // 2 - WIDTH // 8  # log2, for 1, 2, 4 and 8
     offs_m = tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
@@ -236,7 +267,9 @@ def rows_kernel(
     if K_SCALE > 0:
         log2_scale = log2_scale * read_scale(k_scale_ptr, K_SCALE == 2)
     k_head = k_ptr + kv_head * stride_k_h + read_d[None, :]
-    v_head = v_ptr + kv_head * stride_v_h + read_d[None, :]
+    v_head = v_ptr + kv_head * stride_v_h
+    if not WORDS:
+        v_head += read_d[None, :]
     program = (split * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
     program = program * tl.num_programs(0) + tl.program_id(0)
     k_list = lists_ptr + program * list_size * (1 if SAME else 2)
@@ -293,7 +326,7 @@ def rows_kernel(
         )
         tl.debug_barrier()
         # Always true: the query is waited for here, and not before the list is begun.
-        q = tl.where(cells >= 0, q, 0.0).to(COMPUTE)
+        q, row_scale = fit_query(tl.where(cells >= 0, q, 0.0), log2_scale, COMPUTE, NARROW)
 
         # The sequence: the open group (in the last split), then the cells' tokens.
         tail = tl.maximum(position + 1 - tail_start, 0)
@@ -301,7 +334,11 @@ def rows_kernel(
         total_tokens = tail + cells * WIDTH
         masked_end = (tail + BLOCK_N - 1) // BLOCK_N * BLOCK_N
         last_cell = tl.maximum(cells - 1, 0)
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        if WORDS:
+            quarter = tl.zeros([BLOCK_M, BLOCK_D // 4], tl.float32)
+            acc = (quarter, quarter, quarter, quarter)
+        else:
+            acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         # Sums stay apart by token lane until the end: no reduction in the loop.
         lanes = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         peak = tl.full([BLOCK_M], LOWEST, tl.float32)
@@ -323,7 +360,7 @@ def rows_kernel(
             v_at = tl.where(listed, v_cell + step_v, page * stride_v_p + token * stride_v_s)
             acc, lanes, peak = _step(
                 q, k_head + k_at[:, None], v_head + v_at[:, None], listed | found, acc, lanes,
-                peak, log2_scale, DIM, BLOCK_D, COMPUTE, ACTIVATION, FP8_BYTES, True,
+                peak, row_scale, DIM, BLOCK_D, COMPUTE, PROBABILITY, FP8_BYTES, WORDS, MARGIN, True,
             )  # fmt: skip
         for start in range(masked_end, total_tokens, BLOCK_N):
             behind = start - tail + offs_n
@@ -334,10 +371,16 @@ def rows_kernel(
             v_at = v_cell + (behind & (WIDTH - 1)) * stride_v_s
             acc, lanes, peak = _step(
                 q, k_head + k_at[:, None], v_head + v_at[:, None], start + offs_n < total_tokens,
-                acc, lanes, peak, log2_scale, DIM, BLOCK_D, COMPUTE, ACTIVATION, FP8_BYTES, False,
+                acc, lanes, peak, row_scale, DIM, BLOCK_D, COMPUTE, PROBABILITY, FP8_BYTES, WORDS,
+                MARGIN, False,
             )  # fmt: skip
 
         total = tl.sum(lanes, 1)
+        if MARGIN > 0:
+            peak -= MARGIN
+        if WORDS:
+            acc = tl.join(tl.join(acc[0], acc[2]), tl.join(acc[1], acc[3]))
+            acc = tl.reshape(acc, (BLOCK_M, BLOCK_D))
         if V_SCALE > 0:
             acc = acc * read_scale(v_scale_ptr, V_SCALE == 2)
         if not SPLIT:

@@ -6,9 +6,11 @@ rows attend which token. Nothing is read that no row of the tile attends.
 
 With FIXED, probabilities are relative to the largest score of the first tile of tokens instead of a
 running maximum, which saves the rescaling. BF16 and FP32 probabilities keep their relative
-precision at any magnitude, so the answer is as good as long as the sum stays within 2^±60 (2^±30
-where splits are merged). A tile where it does not is handed to the per-row schedule, which is
-launched next: `shared` becomes 0.
+precision at any magnitude; the largest is no longer 1, which rounds to itself, so they are divided
+by the sum of the rounded ones: what a row attends almost alone it then returns exactly. (The
+log-sum-exp is of the exact ones.) The answer is as good as with a running maximum while the sum
+stays within 2^±60 (2^±30 where splits are merged). A tile where it does not is handed to the
+per-row schedule, which is launched next: `shared` becomes 0.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ import triton
 import triton.language as tl
 
 from flash_qsa.ops.sparse_attention.primitives import (
+    HEADROOM,
     LOG2E,
     LOWEST,
     as_compute,
+    fit_query,
     product,
     read_scale,
     store_result,
@@ -113,6 +117,7 @@ def union_kernel(
     SPLIT: tl.constexpr,
     FIXED: tl.constexpr,
     COMPUTE: tl.constexpr,
+    NARROW: tl.constexpr,
     FP8_BYTES: tl.constexpr,
     HAS_GATE: tl.constexpr,
     HAS_LSE: tl.constexpr,
@@ -129,7 +134,9 @@ def union_kernel(
     split = tl.program_id(2)
     splits = tl.num_programs(2) if SPLIT else 1
     size = PAGE if PAGE > 0 else page_size
-    ACTIVATION: tl.constexpr = q_ptr.dtype.element_ty
+    # what probabilities are rounded to
+    PROBABILITY: tl.constexpr = COMPUTE if NARROW else q_ptr.dtype.element_ty
+    MARGIN: tl.constexpr = HEADROOM if NARROW else 0.0
     CELLS: tl.constexpr = BLOCK_N // RATIO
     offs_m = tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
@@ -146,7 +153,8 @@ def union_kernel(
     if K_SCALE > 0:
         log2_scale = log2_scale * read_scale(k_scale_ptr, K_SCALE == 2)
     q_at = rows[:, None] * stride_q_t + heads[:, None] * stride_q_h + offs_d[None, :]
-    q = tl.load(q_ptr + q_at, mask=mask_m[:, None], other=0.0).to(COMPUTE)
+    q = tl.load(q_ptr + q_at, mask=mask_m[:, None], other=0.0)
+    q, row_scale = fit_query(q, log2_scale, COMPUTE, NARROW)
 
     cells_ptr += tile.to(tl.int64) * capacity
     masks_ptr += tile.to(tl.int64) * capacity * RATIO
@@ -160,6 +168,7 @@ def union_kernel(
     acc = tl.zeros([BLOCK_M, DIM], tl.float32)
     # Sums stay apart by token lane until the end: no shuffles in the loop.
     lanes = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    exact = tl.zeros([BLOCK_M], tl.float32)
     peak = tl.full([BLOCK_M], LOWEST, tl.float32)
     offs_w = tl.arange(0, RATIO)[None, :]
     seen = tl.zeros([BLOCK_N], tl.int32)
@@ -178,7 +187,7 @@ def union_kernel(
             k_ptr, cells, stride_k_p, stride_k_s, live,
             size, UNIT, RATIO, BLOCK_N, DIM, COMPUTE, FP8_BYTES,
         )  # fmt: skip
-        scores = product(q, tl.trans(k), COMPUTE) * log2_scale
+        scores = product(q, tl.trans(k), COMPUTE) * row_scale[:, None]
         # A row without a token here still takes a real score for its reference.
         scores = tl.where(listed[None, :], scores, LOWEST)
         peak = tl.max(scores, 1)
@@ -194,23 +203,36 @@ def union_kernel(
             v_ptr, cells, stride_v_p, stride_v_s, live,
             size, UNIT, RATIO, BLOCK_N, DIM, COMPUTE, FP8_BYTES,
         )  # fmt: skip
-        scores = product(q, tl.trans(k), COMPUTE) * log2_scale
+        scores = product(q, tl.trans(k), COMPUTE) * row_scale[:, None]
         keep = (member[None, :] & bits[:, None]) != 0
         if FIXED:
             weights = tl.where(keep, tl.exp2(scores - peak[:, None]), 0.0)
-            lanes += weights
+            rounded = weights
+            if PROBABILITY.is_bf16():
+                # as integers: converting there and back is much slower
+                nearest = (weights.to(tl.int32, bitcast=True) + 0x8000) & -0x10000
+                rounded = nearest.to(tl.float32, bitcast=True)
+            elif PROBABILITY.is_fp16():
+                rounded = weights.to(tl.float16).to(tl.float32)
+            lanes += rounded
+            if HAS_LSE:
+                exact += tl.sum(weights, 1)
             seen |= member
         else:
             scores = tl.where(keep, scores, float("-inf"))
             new_peak = tl.maximum(peak, tl.max(scores, 1))
-            weights = tl.exp2(scores - new_peak[:, None])
+            reference = new_peak - MARGIN if MARGIN > 0 else new_peak
+            weights = tl.exp2(scores - reference[:, None])
+            rounded = weights
             shrink = tl.exp2(peak - new_peak)[:, None]
             lanes = lanes * shrink + weights
             acc = acc * shrink
             peak = new_peak
-        acc += product(weights.to(ACTIVATION).to(COMPUTE), v, COMPUTE)
+        acc += product(rounded.to(PROBABILITY).to(COMPUTE), v, COMPUTE)
 
     total = tl.sum(lanes, 1)
+    if MARGIN > 0:
+        peak -= MARGIN
     if FIXED:
         # Partials of peaks 2^126 apart lose one another: narrower bounds keep that harmless.
         LIMIT: tl.constexpr = SAFE_PARTIAL_SUM if SPLIT else SAFE_SUM
@@ -223,6 +245,9 @@ def union_kernel(
             tl.zeros([1], tl.int32),
             mask=tl.arange(0, 1) < unsafe,
         )
+        if HAS_LSE:
+            acc *= tl.where(total > 0, exact / total, 1.0)[:, None]
+            total = exact
     if V_SCALE > 0:
         acc = acc * read_scale(v_scale_ptr, V_SCALE == 2)
     if not SPLIT:

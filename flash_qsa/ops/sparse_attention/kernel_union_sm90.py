@@ -11,6 +11,7 @@ Probabilities are relative to the largest score of the first tile that a consume
 `kernel_union` with FIXED; a tile whose sums leave 2^±60 is handed to the per-row schedule.
 
 The whole shared memory of a processor goes into one program: Q 2 · 64 · D, K and V 2 · 64 · D each.
+An FP8 cache is converted on its way there, see `kernel_union_sm90_fp8`.
 """
 
 from __future__ import annotations
@@ -25,18 +26,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from flash_qsa.ops.sparse_attention.kernel_union_sm90_fp8 import BLOCK_N, STAGES, fp8_producer
 from flash_qsa.ops.sparse_attention.kernel_union_sm90_store import (
     BLOCK_M,
     LOG2E,
     barrier,
+    gather_async,
     store_answer,
     store_partial,
 )
 
-# Triton 3.9's name, or that of 3.6.
-_gather_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-BLOCK_N = gl.constexpr(64)
-STAGES = gl.constexpr(2)
 SAFE_SUM = gl.constexpr(1.152921504606847e18)
 SAFE_PARTIAL_SUM = gl.constexpr(1.073741824e9)
 LOWEST = gl.constexpr(-1.0e38)
@@ -53,6 +52,7 @@ def _producer(
     end,
     steps,
     stride_s,
+    buffers,
     k_smem,
     v_smem,
     k_ready,
@@ -89,18 +89,18 @@ def _producer(
         v_from = gl.max_contiguous(gl.multiple_of(v_from, [1, 16]), [1, DIM])
         mbarrier.wait(k_free.index(stage), phase ^ 1)
         if step < steps - 2:
-            _gather_async(k_smem.index(stage), k_from)
+            gather_async(k_smem.index(stage), k_from)
             async_copy.mbarrier_arrive(k_ready.index(stage), increment_count=False)
             mbarrier.wait(v_free.index(stage), phase ^ 1)
-            _gather_async(v_smem.index(stage), v_from)
+            gather_async(v_smem.index(stage), v_from)
         else:
             # Open groups come last and may hold tokens never written: zeros instead.
             live = gl.load(masks_ptr + offs_n) != 0
             live = live[:, None] & (offs_d < DIM)[None, :]
-            _gather_async(k_smem.index(stage), k_from, mask=live)
+            gather_async(k_smem.index(stage), k_from, mask=live)
             async_copy.mbarrier_arrive(k_ready.index(stage), increment_count=False)
             mbarrier.wait(v_free.index(stage), phase ^ 1)
-            _gather_async(v_smem.index(stage), v_from, mask=live)
+            gather_async(v_smem.index(stage), v_from, mask=live)
         async_copy.mbarrier_arrive(v_ready.index(stage), increment_count=False)
         masks_ptr += BLOCK_N
     async_copy.wait_group(0)
@@ -109,6 +109,15 @@ def _producer(
 @gluon.jit
 def _either(a, b):
     return a | b
+
+
+@gluon.jit
+def _read_scale(scale_ptr, IS_TENSOR: gl.constexpr):
+    """A per-tensor scale that is a float argument or a one-element tensor."""
+    if IS_TENSOR:
+        return gl.load(scale_ptr).to(gl.float32)
+    else:
+        return scale_ptr
 
 
 @gluon.jit
@@ -147,6 +156,7 @@ def _consumer(
     stride_lse_t,
     stride_lse_h,
     log2_scale,
+    v_scale,
     q_smem,
     k_smem,
     v_smem,
@@ -158,6 +168,7 @@ def _consumer(
     HALF: gl.constexpr,
     GROUP: gl.constexpr,
     DIM: gl.constexpr,
+    FP8: gl.constexpr,
     SPLIT: gl.constexpr,
     HAS_GATE: gl.constexpr,
     HAS_LSE: gl.constexpr,
@@ -193,6 +204,7 @@ def _consumer(
     peak = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, s_layout))
     # Sums stay apart by lane until the end: no shuffles in the loop.
     lanes = _lane_sums(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, s_layout))
+    exact = lanes
     alone = first_steps + second_steps
     paired = 2 * gl.minimum(first_steps, second_steps)
     longer = gl.where(first_steps > second_steps, 0, 1)
@@ -227,12 +239,18 @@ def _consumer(
             both = gl.reshape(gl.join(member, member), [BLOCK_N])
             both = gl.convert_layout(both, gl.SliceLayout(0, s_layout), assert_trivial=True)
             attended = (both[None, :] << lift[:, None]) >> 31
-            kept = weights.to(gl.int32, bitcast=True) & attended
-            weights = kept.to(gl.float32, bitcast=True)
-            lanes += _lane_sums(weights)
+            bits_of_weights = weights.to(gl.int32, bitcast=True)
+            # Rounded to BF16 as integers: converting there and back is much slower. NaN becomes 0,
+            # and so the sum, which the per-row schedule then corrects.
+            kept = (bits_of_weights + 0x8000) & attended & -0x10000
+            rounded = kept.to(gl.float32, bitcast=True)
+            lanes += _lane_sums(rounded)
+            if HAS_LSE:
+                weights = (bits_of_weights & attended).to(gl.float32, bitcast=True)
+                exact += _lane_sums(weights)
             if SPLIT:
                 seen |= member
-            operand = gl.convert_layout(weights.to(DTYPE), p_layout)
+            operand = gl.convert_layout(rounded.to(DTYPE), p_layout)
             mbarrier.wait(v_ready.index(stage), phase)
             fence_async_shared()
             acc = warpgroup_mma(operand, v_smem.index(stage), acc, is_async=True)
@@ -260,6 +278,13 @@ def _consumer(
     if unsafe > 0:
         gl.store(shared_ptr, 0)
 
+    if HAS_LSE:
+        every = gl.convert_layout(gl.sum(exact, 1), gl.SliceLayout(1, s_layout))
+        factor = gl.where(total > 0, every / total, 1.0)
+        acc *= gl.convert_layout(factor, gl.SliceLayout(1, o_layout))[:, None]
+        total = every
+    if FP8:
+        acc *= v_scale
     if SPLIT:
         peak = gl.where(total > 0, peak, LOWEST)
         at = (partial_row + offs_ms // GROUP).to(gl.int64) * gl.num_programs(1) * GROUP
@@ -294,6 +319,8 @@ def union_sm90_kernel(
     sections_ptr,
     shared_ptr,
     gate_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     out_ptr,
     lse_ptr,
     acc_ptr,
@@ -324,6 +351,8 @@ def union_sm90_kernel(
     SPLIT: gl.constexpr,
     HAS_GATE: gl.constexpr,
     HAS_LSE: gl.constexpr,
+    K_SCALE: gl.constexpr,
+    V_SCALE: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     """Grid [tiles, Hkv, splits]; a split takes consecutive steps, SPLIT: there are several. counts
@@ -348,13 +377,20 @@ def union_sm90_kernel(
     q_second = gl.allocate_shared_memory(DTYPE, [BLOCK_M, DIM], tile_shared)
     k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, DIM], tile_shared)
     v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, DIM], tile_shared)
+    CACHED: gl.constexpr = k_ptr.dtype.element_ty
+    FP8: gl.constexpr = CACHED != DTYPE
+    buffers = k_smem
+    if FP8:
+        rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        buffers = gl.allocate_shared_memory(CACHED, [2, BLOCK_N, DIM], rows)
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        mbarrier.init(k_ready.index(stage), count=128)
-        mbarrier.init(v_ready.index(stage), count=128)
+        # threads whose copies arrived, or the producer as a whole
+        mbarrier.init(k_ready.index(stage), count=1 if FP8 else 128)
+        mbarrier.init(v_ready.index(stage), count=1 if FP8 else 128)
         mbarrier.init(k_free.index(stage), count=2)
         mbarrier.init(v_free.index(stage), count=2)
     fence_async_shared()
@@ -365,6 +401,11 @@ def union_sm90_kernel(
     row = first_row + tile * 2 * HALF
     head = kv_head.to(gl.int32) * GROUP
     log2_scale = scale * LOG2E
+    v_scale = 1.0
+    if K_SCALE > 0:
+        log2_scale = log2_scale * _read_scale(k_scale_ptr, K_SCALE == 2)
+    if V_SCALE > 0:
+        v_scale = _read_scale(v_scale_ptr, V_SCALE == 2)
     gl.warp_specialize(
         [
             (_consumer, (
@@ -372,23 +413,23 @@ def union_sm90_kernel(
                 begin, end, steps, first_steps, second_steps,
                 row, end_row, head, tile * 2 * HALF, num_splits,
                 stride_q_t, stride_q_h, stride_gate_t, stride_gate_h,
-                stride_out_t, stride_out_h, stride_lse_t, stride_lse_h, log2_scale,
+                stride_out_t, stride_out_h, stride_lse_t, stride_lse_h, log2_scale, v_scale,
                 q_first, k_smem, v_smem, k_ready, v_ready, k_free, v_free,
-                0, HALF, GROUP, DIM, SPLIT, HAS_GATE, HAS_LSE,
+                0, HALF, GROUP, DIM, FP8, SPLIT, HAS_GATE, HAS_LSE,
             )),
             (_consumer, (
                 q_ptr, gate_ptr, out_ptr, lse_ptr, acc_ptr, stats_ptr, masks, shared_ptr + tile,
                 begin, end, steps, first_steps, second_steps,
                 row + HALF, end_row, head, tile * 2 * HALF + HALF, num_splits,
                 stride_q_t, stride_q_h, stride_gate_t, stride_gate_h,
-                stride_out_t, stride_out_h, stride_lse_t, stride_lse_h, log2_scale,
+                stride_out_t, stride_out_h, stride_lse_t, stride_lse_h, log2_scale, v_scale,
                 q_second, k_smem, v_smem, k_ready, v_ready, k_free, v_free,
-                1, HALF, GROUP, DIM, SPLIT, HAS_GATE, HAS_LSE,
+                1, HALF, GROUP, DIM, FP8, SPLIT, HAS_GATE, HAS_LSE,
             )),
-            (_producer, (
+            (fp8_producer if FP8 else _producer, (
                 k_ptr + kv_head * stride_k_h, v_ptr + kv_head * stride_v_h, cells, masks,
-                begin, end, steps, stride_s, k_smem, v_smem, k_ready, v_ready, k_free, v_free,
-                RATIO, UNIT, VALUES_AT, DIM,
+                begin, end, steps, stride_s, buffers, k_smem, v_smem,
+                k_ready, v_ready, k_free, v_free, RATIO, UNIT, VALUES_AT, DIM,
             )),
         ],
         [4, 4],

@@ -116,7 +116,9 @@ def launch_rows(
         SAME=same,
         ALIGN=align,
         COMPUTE=TYPES[call.compute],
+        NARROW=call.narrow,
         FP8_BYTES=call.fp8_bytes,
+        WORDS=align == 16 and call.words_fit(),
         HAS_TAIL=call.tail_start is not None,
         HAS_BASE=based,
         HAS_GATE=call.gate is not None,
@@ -135,13 +137,17 @@ def launch_merge(
     segment: Segment,
     splits: int,
     partials: Partials | None,
+    deterministic: bool = False,
 ) -> None:
     if partials is None:
         return
     heads, dim = call.query.shape[1:]
     block_s = power_of_two(splits)
-    # one warp, which meets no barrier, of at most 64 partial sums a thread
-    block_d = max(16, min(power_of_two(dim), 64, 2048 // block_s))
+    # One warp, which meets no barrier, of at most 64 partial sums a thread. Many heads fill the
+    # device with longer rows, few want more programs; the order of the sums differs.
+    many = (segment.end_row - segment.first_row) * heads >= 16 * call.target.processors
+    many &= not deterministic
+    block_d = max(16, min(power_of_two(dim), 256 if many else 64, 2048 // block_s))
     merge_kernel[(segment.end_row - segment.first_row, heads, -(-dim // block_d))](
         *partials,
         call.or_dummy(call.gate),

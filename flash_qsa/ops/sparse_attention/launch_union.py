@@ -74,7 +74,7 @@ def launch_union(call: Call, segment: Segment, union: UnionTiles, rows: RowTiles
         BLOCK_R=power_of_two(union.rows),
         BLOCK_K=min(power_of_two(num_ids), 1024 // power_of_two(union.rows)),
         BLOCK_W=min(power_of_two(words), 1024),
-        BLOCK_E=256,
+        BLOCK_E=union.build_block,
         PAD=union.block_n // call.ratio,
         HALF=union.half,
         HAS_BASE=call.token_base is not None,
@@ -112,6 +112,7 @@ def _launch_hopper(
         call.values,
         *lists,
         call.or_dummy(call.gate),
+        *call.scale_args,
         call.out,
         call.or_dummy(call.lse),
         *(partials or (call.query, call.query)),
@@ -135,6 +136,7 @@ def _launch_hopper(
         SPLIT=union.splits > 1,
         HAS_GATE=call.gate is not None,
         HAS_LSE=call.lse is not None,
+        **call.scales,
         num_warps=4,
     )
 
@@ -175,6 +177,7 @@ def _attend_union(
         SPLIT=union.splits > 1,
         FIXED=union.fixed,
         COMPUTE=TYPES[call.compute],
+        NARROW=call.narrow,
         FP8_BYTES=call.fp8_bytes,
         HAS_GATE=call.gate is not None,
         HAS_LSE=call.lse is not None,

@@ -16,6 +16,10 @@ LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-1.0e38)
 
 
+HEADROOM = tl.constexpr(15.0)
+"""FP16 probabilities of FP8 caches are 2^HEADROOM times larger: from 2^-29 on they are normal."""
+
+
 @triton.jit
 def as_compute(tile, COMPUTE: tl.constexpr, FP8_BYTES: tl.constexpr):
     """A cache tile in the dtype of the products; exact for FP8."""
@@ -23,6 +27,34 @@ def as_compute(tile, COMPUTE: tl.constexpr, FP8_BYTES: tl.constexpr):
         return e4m3_to_fp16(tile).to(COMPUTE)
     else:
         return tile.to(COMPUTE)
+
+
+@triton.jit
+def byte_as_compute(words, AT: tl.constexpr, COMPUTE: tl.constexpr, FP8_BYTES: tl.constexpr):
+    """The AT-th FP8 number of each int32 of a cache tile, in the dtype of the products; exact."""
+    code = (words >> (8 * AT)).to(tl.uint8)
+    if FP8_BYTES:
+        return e4m3_to_fp16(code).to(COMPUTE)
+    else:
+        return code.to(tl.float8e4nv, bitcast=True).to(COMPUTE)
+
+
+@triton.jit
+def fit_query(q, log2_scale, COMPUTE: tl.constexpr, NARROW: tl.constexpr):
+    """Queries [M, D] in the dtype of the products, and what their scores [M] are multiplied by.
+
+    NARROW: FP8 caches are multiplied in FP16, which holds each of their numbers and not each BF16
+    number: a row is scaled by the power of two that brings its largest element to 2^14 ... 2^15.
+    What then falls short of FP16's 2^-24 is below the rounding of FP32 sums.
+    """
+    row_scale = tl.zeros([q.shape[0]], tl.float32) + log2_scale
+    if NARROW:
+        wide = q.to(tl.float32)
+        exponent = (tl.max(tl.abs(wide), 1).to(tl.int32, bitcast=True) >> 23) & 0xFF
+        exponent = tl.maximum(exponent, 15)
+        q = wide * ((268 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+        row_scale *= ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+    return q.to(COMPUTE), row_scale
 
 
 @triton.jit

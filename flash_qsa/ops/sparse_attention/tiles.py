@@ -49,7 +49,6 @@ def choose_rows(
     dim: int,
     num_ids: int,
     ratio: int,
-    context: int,
     kv_bytes: int,
     compute_bytes: int,
     target: Target,
@@ -59,13 +58,15 @@ def choose_rows(
 
     Args:
         kv_heads: a program each, times rows and splits. dim: D. num_ids: K. ratio: C.
-        context: no request is longer than this.
         kv_bytes, compute_bytes: element sizes of the cache and of the products' operands.
         deterministic: decide by num_ids alone, so that a row's bits never depend on the batch.
     """
     tokens = num_ids * ratio
     programs = max((segment.end_row - segment.first_row) * kv_heads, 1)
     num_warps = 4
+    # FP8 halves the bytes, but not the instructions: two programs of four warps a processor.
+    packed = kv_bytes < compute_bytes == 2
+    slots = target.processors * (2 if packed else 1)
     # Half of the stages hold keys and values: three load one step ahead, five two, seven three.
     block_n, num_stages = 32, 5
     if deterministic:
@@ -80,16 +81,18 @@ def choose_rows(
         splits = min(4 * target.processors // programs, -(-tokens // 64))
     elif 4 * programs <= target.processors:
         # Two programs a processor of small steps: one waits for memory while the other computes.
-        block_n, num_warps = 16, 2
+        if not packed:
+            block_n, num_warps = 16, 2
         splits = min(2 * target.processors // programs, -(-tokens // 32))
     else:
-        splits = even_splits(programs, target.processors, -(-tokens // 64))
-        if programs * splits <= target.processors:
+        splits = even_splits(programs, slots, -(-tokens // 64))
+        if packed:
+            block_n = 64
+        elif programs * splits <= target.processors:
             num_stages = 7
-        large = row_shared_bytes(dim, 64, 3, kv_bytes, compute_bytes, target)
-        if programs > 8 * target.processors and 2 * large <= target.shared_memory:
-            # Beyond that context keys come from memory, and more loads must be under way.
-            block_n, num_stages, num_warps = 64, 3, 2 if context <= 65536 else 4
+        if programs > 8 * target.processors:
+            # Prefills without row unions: many small programs of a processor hide their waits.
+            block_n, num_stages, num_warps = 32, 3, 2
     # Without matrix units (FP32; Turing, for which Triton has none) large tiles spill registers.
     if compute_bytes > 2 or not target.has_bf16:
         block_n, num_warps = 16, 4
@@ -155,7 +158,8 @@ class UnionTiles:
         rows: R, rows that share a list of blocks. block_m: rows of the matrix tile, at least R · G.
         fixed: probabilities relative to the first tile's maximum instead of a running one.
         capacity: blocks a list may hold; a tile that needs more goes to the per-row schedule.
-        build_programs, build_warps: launch of the list builder.
+        build_programs, build_warps, build_block: launch of the list builder, and the listed blocks
+            that it handles at a time.
         half: rows of each of the Hopper schedule's two consumers; 0 for the portable schedule.
         producer_regs: registers of a thread of the Hopper schedule's producer.
     """
@@ -172,6 +176,7 @@ class UnionTiles:
     build_warps: int
     half: int = 0
     producer_regs: int = 72
+    build_block: int = 512
 
 
 BLOCK_UNION = 64
