@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 from flash_qsa import dispatch
-from flash_qsa.ops import nvrtc
+from flash_qsa.ops import direct, nvrtc
 from flash_qsa.targets import Target, pretend
 
 
@@ -106,6 +106,7 @@ def record(target: Target | str) -> Iterator[list[Launch]]:
     with (
         mock.patch.object(JITFunction, "run", run),
         mock.patch.object(nvrtc.Kernel, "run", run),
+        mock.patch.object(direct, "reuse", False),
         mock.patch.object(dispatch, "_triton_obstacle", lambda device: None),
         pretend(target),
     ):

@@ -170,7 +170,7 @@ def step_shapes(max_requests: int, max_rows: int, window: int, max_seq_len: int)
     several = {*_sizes(1, max_requests, 1), min(max_rows // 17, max_requests)}
     for requests in sorted(several - {0, 1}):
         most = max_rows // requests
-        for rows in sorted({min(16, most), min(17, most), most} - {0, 1}):
+        for rows in sorted({*(min(n, most) for n in (4, 8, 12, 16, 17)), most} - {0, 1}):
             shapes += [StepShape(requests, rows, max(n, rows), False) for n in octaves]
     return list(dict.fromkeys(shapes))
 

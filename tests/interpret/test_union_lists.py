@@ -61,6 +61,7 @@ def build(ids: torch.Tensor, positions: list[int], half: int, capacity: int = 20
         PAD=PAD,
         HALF=half,
         HAS_BASE=False,
+        PDL=False,
     )
     count = int(counts)
     assert count % PAD == 0 and (cells[count:] == -7).all()

@@ -12,8 +12,10 @@ import triton.language as tl
 
 from flash_qsa.ops.batch_plan.api import PlanRows
 from flash_qsa.ops.batch_plan.tiles import choose_rows
+from flash_qsa.ops.direct import direct
 
 
+@direct
 @triton.jit(do_not_specialize=["rows", "requests", "columns", "halvings"])
 def _batch_plan_kernel(
     query_start_ptr,

@@ -13,9 +13,11 @@ import triton.language as tl
 from flash_qsa.ops.compress_keys.ring_rows import position_offset, stores_positions
 from flash_qsa.ops.compress_keys.tiles import choose_warps
 from flash_qsa.ops.device import Groups, Heads, Positions, Ring, pool_group, ring_position
+from flash_qsa.ops.direct import direct
 from flash_qsa.plan import BatchPlan
 
 
+@direct
 @triton.jit(do_not_specialize=["requests", "axis_stride"])
 def _compress_keys_kernel(
     keys,

@@ -10,9 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
+from flash_qsa.ops.direct import direct
 from flash_qsa.ops.expand_blocks.tiles import choose_tiles
 
 
+@direct
 @triton.jit
 def _expand_blocks_kernel(
     ids_ptr,

@@ -30,15 +30,22 @@ from flash_qsa.ops.device import (
     Ring,
     step_position,
 )
+from flash_qsa.ops.direct import direct
 from flash_qsa.ops.fp8 import as_bytes, is_fp8
 from flash_qsa.ops.prepare.api import Caches, Norms, Prepared
-from flash_qsa.ops.prepare.kernel_groups import commit_ring, store_closed_group, store_open_group
+from flash_qsa.ops.prepare.kernel_groups import (
+    closed_group,
+    commit_ring,
+    ring_rows,
+    store_closed_group,
+    store_open_group,
+)
 from flash_qsa.ops.prepare.kernel_heads import index_queries, keys_values, queries_gates
 from flash_qsa.ops.prepare.kernel_rotary import Rope, Table
 from flash_qsa.ops.prepare.tiles import Tiles, choose_tiles
 from flash_qsa.ops.rotary import RopeTable
 from flash_qsa.plan import BatchPlan
-from flash_qsa.targets import device_target
+from flash_qsa.targets import Target, device_target
 
 
 class Plan(NamedTuple):
@@ -108,6 +115,7 @@ class Sizes(NamedTuple):
     v_scale: str
 
 
+@direct
 @triton.jit(do_not_specialize=["rows", "requests", "axis_stride"])
 def _prepare_kernel(
     qkv,
@@ -131,7 +139,10 @@ def _prepare_kernel(
     STEP_ROPE: tl.constexpr,
     GROUPS: tl.constexpr,
     TILES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     pid = tl.program_id(0)
     # the raw key lies behind the index query heads
     keys = Heads(index.ptr + SIZES.index_heads * SIZES.index_dim, index.stride)
@@ -140,6 +151,9 @@ def _prepare_kernel(
         end = tl.load(plan.query_start + pid + 1)
         first_here = tl.load(plan.seq_lens + pid) - (end - start)
         end = tl.minimum(end, rows)
+        base = tl.maximum(start, end - GROUPS.capacity)
+        # under way while the group is pooled
+        ahead = ring_rows(keys, ring, positions, axis_stride, plan, base, end, GROUPS)
         store_open_group(
             keys,
             ring,
@@ -157,7 +171,10 @@ def _prepare_kernel(
         )
         # every lane has read its ring rows before any lane overwrites them
         tl.debug_barrier()
-        commit_ring(keys, ring, positions, axis_stride, plan, start, end, GROUPS)
+        commit_ring(ring, ahead, GROUPS)
+        for more in range(base + 2, end, 2):
+            others = ring_rows(keys, ring, positions, axis_stride, plan, more, end, GROUPS)
+            commit_ring(ring, others, GROUPS)
     else:
         QUERIES: tl.constexpr = TILES.query_heads
         KEYS: tl.constexpr = TILES.kv_heads
@@ -190,25 +207,26 @@ def _prepare_kernel(
                     qkv, table, weights, plan, main, scales, row, at, head, KEYS, SIZES, STEP_ROPE
                 )
         else:
+            closes, group, cache_slot = closed_group(plan, compressed, row, requests, GROUPS)
             for head in tl.static_range(0, INDEX_HEADS, INDEX):
                 index_queries(
                     index, table, weights, index_out, row, at, head, INDEX, SIZES, STEP_ROPE
                 )
-            store_closed_group(
-                keys,
-                ring,
-                positions,
-                axis_stride,
-                table,
-                weights,
-                plan,
-                compressed,
-                row,
-                requests,
-                SIZES,
-                STEP_ROPE,
-                GROUPS,
-            )
+            if closes:
+                store_closed_group(
+                    keys,
+                    ring,
+                    positions,
+                    axis_stride,
+                    table,
+                    weights,
+                    compressed,
+                    group,
+                    cache_slot,
+                    SIZES,
+                    STEP_ROPE,
+                    GROUPS,
+                )
 
 
 def launch(
@@ -246,6 +264,8 @@ def launch(
     tiles = tiles or chosen
     axis_stride = positions.stride(2)
     parts = -(-sizes.heads // tiles.query_heads) + 2
+    device = device_target(qkv.device)
+    early = _early_launch(device)
     _prepare_kernel[(requests + rows * parts,)](
         *_operands(qkv, index_qk, positions, rope, norms, caches, plan, out),
         Scales(k_scale, v_scale),
@@ -258,8 +278,24 @@ def launch(
         STEP_ROPE=turn if axis_stride else turn._replace(axes="one"),
         GROUPS=groups,
         TILES=tiles,
+        PDL=early,
         num_warps=tiles.num_warps,
+        **_launch_options(device, qkv.element_size(), early),
     )
+
+
+def _early_launch(target: Target) -> bool:
+    """Whether its launch may overlap its predecessor's end (programmatic dependent launch)."""
+    return target.backend == "cuda" and target.capability >= (9, 0) and not interpreting()
+
+
+def _launch_options(target: Target, itemsize: int, early: bool) -> dict[str, Any]:
+    options: dict[str, Any] = {"launch_pdl": True} if early else {}
+    if target.backend == "cuda" and itemsize == 2:
+        # As many one-warp programs as a processor takes; those of requests want more registers,
+        # but they are few.
+        options["maxnreg"] = 64
+    return options
 
 
 def _rounds_pairs(x: torch.Tensor) -> bool:

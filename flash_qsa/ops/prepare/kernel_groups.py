@@ -50,6 +50,26 @@ def _store_group(
 
 
 @triton.jit
+def closed_group(plan, cache, row, requests, GROUPS: tl.constexpr):
+    """Whether a row closes a group that lies wholly inside the step; the group, and its cache slot.
+
+    Asked before the row's index queries are worked on, so that no load waits for them.
+    """
+    cache_slot = tl.load(plan.compressed_slots + row)
+    last_position = tl.load(plan.positions + row)
+    request = tl.load(plan.request_ids + row)
+    known = (request >= 0) & (request < requests)
+    start = tl.load(plan.query_start + request, mask=known, other=0)
+    end = tl.load(plan.query_start + request + 1, mask=known, other=0)
+    length = tl.load(plan.seq_lens + request, mask=known, other=0)
+    first_here = (length - (end - start)).to(tl.int64)
+    closes = known & (last_position >= 0) & ((last_position + 1) % GROUPS.ratio == 0)
+    closes = closes & (cache_slot >= 0) & (cache_slot < cache.count)
+    closes = closes & (last_position - (GROUPS.ratio - 1) >= first_here)
+    return closes, (row, last_position, first_here, row), cache_slot
+
+
+@triton.jit
 def store_closed_group(
     keys,
     ring,
@@ -57,41 +77,19 @@ def store_closed_group(
     axis_stride,
     table,
     weights,
-    plan,
     cache,
-    row,
-    requests,
+    group,
+    cache_slot,
     SIZES,
     ROPE,
     GROUPS: tl.constexpr,
 ):
-    """Stores the group that a row closes, if it lies wholly inside the step."""
-    cache_slot = tl.load(plan.compressed_slots + row)
-    last_position = tl.load(plan.positions + row)
-    request = tl.load(plan.request_ids + row)
-    closes = (last_position >= 0) & ((last_position + 1) % GROUPS.ratio == 0)
-    closes = closes & (cache_slot >= 0) & (cache_slot < cache.count)
-    if closes & (request >= 0) & (request < requests):
-        start = tl.load(plan.query_start + request)
-        end = tl.load(plan.query_start + request + 1)
-        first_here = (tl.load(plan.seq_lens + request) - (end - start)).to(tl.int64)
-        if last_position - (GROUPS.ratio - 1) >= first_here:
-            position = step_position(positions, axis_stride, row - (GROUPS.ratio - 1), True)
-            group = (row, last_position, first_here, row)
-            _store_group(
-                keys,
-                ring,
-                table,
-                weights,
-                cache,
-                group,
-                position,
-                cache_slot,
-                SIZES,
-                ROPE,
-                GROUPS,
-                False,
-            )
+    """Stores a `closed_group`."""
+    first_row = group[0] - (GROUPS.ratio - 1)
+    position = step_position(positions, axis_stride, first_row, True)
+    _store_group(
+        keys, ring, table, weights, cache, group, position, cache_slot, SIZES, ROPE, GROUPS, False
+    )
 
 
 @triton.jit
@@ -145,28 +143,42 @@ def store_open_group(
 
 
 @triton.jit
-def commit_ring(keys, ring, positions, axis_stride, plan, start, end, GROUPS: tl.constexpr):
-    """Copies the raw keys, and exact positions, of a request's last rows to its ring."""
+def ring_rows(keys, ring, positions, axis_stride, plan, base, end, GROUPS: tl.constexpr):
+    """Raw keys and exact positions of two rows from `base` on, for `commit_ring`; rows from `end`
+    on are not live."""
+    d = tl.arange(0, GROUPS.block)
+    piece = tl.arange(0, 16)
+    PIECES: tl.constexpr = 64 // ring.ptr.dtype.element_ty.primitive_bitwidth
+    row = (base + tl.arange(0, 2)).to(tl.int64)
+    slot = tl.load(plan.ring_slots + row, mask=row < end, other=-1)
+    # whether a row is live is not waited for
+    inside = (row < end)[:, None]
+    source = keys.ptr + (row * keys.stride)[:, None] + d[None, :]
+    key = tl.load(source, mask=inside & (d < GROUPS.dim)[None, :], other=0.0)
+    value = tl.zeros((2, 16), tl.int64)
+    if GROUPS.has_positions:
+        axis = piece // PIECES * axis_stride
+        source = positions.ptr + (row * positions.stride_row)[:, None] + axis[None, :]
+        value = tl.load(source, mask=inside & (piece < 3 * PIECES)[None, :], other=0)
+    return slot, key, value
+
+
+@triton.jit
+def commit_ring(ring, rows, GROUPS: tl.constexpr):
+    """Stores `ring_rows` of a request."""
     CAPACITY: tl.constexpr = GROUPS.capacity
     element: tl.constexpr = ring.ptr.dtype.element_ty
     BITS: tl.constexpr = element.primitive_bitwidth
     PIECES: tl.constexpr = 64 // BITS
     d = tl.arange(0, GROUPS.block)
     piece = tl.arange(0, 16)
-    for base in range(tl.maximum(start, end - CAPACITY), end, 8):
-        row = (base + tl.arange(0, 8)).to(tl.int64)
-        slot = tl.load(plan.ring_slots + row, mask=row < end, other=-1)
-        live = (slot >= 0) & (slot // CAPACITY < ring.slots)
-        cell = slot // CAPACITY * ring.stride_slot + slot % CAPACITY * ring.stride_row
-        at = ring.ptr + cell[:, None]
-        source = keys.ptr + (row * keys.stride)[:, None] + d[None, :]
-        key = tl.load(source, mask=live[:, None] & (d < GROUPS.dim)[None, :], other=0.0)
-        mask = live[:, None] & (d < GROUPS.position_at)[None, :]
-        tl.store(at + d[None, :], key.to(element, bitcast=True), mask=mask)
-        if GROUPS.has_positions:
-            mask = live[:, None] & (piece < 3 * PIECES)[None, :]
-            axis = piece // PIECES * axis_stride
-            source = positions.ptr + (row * positions.stride_row)[:, None] + axis[None, :]
-            value = tl.load(source, mask=mask, other=0)
-            part = value >> (piece % PIECES * BITS).to(tl.int64)[None, :]
-            tl.store(at + (GROUPS.position_at + piece)[None, :], part.to(element), mask=mask)
+    slot, key, value = rows
+    live = ((slot >= 0) & (slot // CAPACITY < ring.slots))[:, None]
+    cell = slot // CAPACITY * ring.stride_slot + slot % CAPACITY * ring.stride_row
+    at = ring.ptr + cell[:, None]
+    mask = live & (d < GROUPS.position_at)[None, :]
+    tl.store(at + d[None, :], key.to(element, bitcast=True), mask=mask)
+    if GROUPS.has_positions:
+        part = value >> (piece % PIECES * BITS).to(tl.int64)[None, :]
+        mask = live & (piece < 3 * PIECES)[None, :]
+        tl.store(at + (GROUPS.position_at + piece)[None, :], part.to(element), mask=mask)

@@ -19,9 +19,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flash_qsa.ops.direct import direct
 from flash_qsa.ops.select_blocks.kernel_score import HIDDEN, hide, operand, sum_heads
 
 
+@direct
 @triton.jit(
     do_not_specialize=[
         "request_begin",
@@ -133,6 +135,7 @@ def _halves(x, ROWS: tl.constexpr):
     return tl.reshape(low, (32, ROWS)), tl.reshape(high, (32, ROWS))
 
 
+@direct
 @triton.jit(
     do_not_specialize=[
         "row_begin",

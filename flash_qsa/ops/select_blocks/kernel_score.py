@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from flash_qsa.ops.device import e4m3_to_fp16
+from flash_qsa.ops.direct import direct
 
 HIDDEN = tl.constexpr(-(2**31))
 """Below every score, NaN included: not a candidate."""
@@ -131,6 +132,7 @@ def _queries(query_ptr, columns_at, column_ok, offs_d, HEAD_DIM, E4M3, WIDEN):
     return tl.trans(operand(values, E4M3, WIDEN))
 
 
+@direct
 @triton.jit(
     do_not_specialize=[
         "row_begin",

@@ -20,6 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flash_qsa.ops.direct import direct
 from flash_qsa.ops.select_blocks.kernel_score import HIDDEN, scatter
 
 NAN_KEY = tl.constexpr(-1)
@@ -191,6 +192,7 @@ def _select_listed(
     return total
 
 
+@direct
 @triton.jit(do_not_specialize=["row_begin", "width", "num_requests"])
 def select_kernel(
     scores_ptr,

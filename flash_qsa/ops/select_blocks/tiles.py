@@ -23,7 +23,7 @@ DECODE_ROWS = 16
 """Rows of one request up to which keys are streamed once for few queries."""
 
 
-DECODE_PROGRAMS = 4
+DECODE_PROGRAMS = 3
 """Programs of the decode scorer per multiprocessor."""
 
 KEPT_BYTES = 16 << 20

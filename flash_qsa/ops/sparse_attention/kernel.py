@@ -202,7 +202,7 @@ def _choose_union(n: Numbers, segment: Segment, tuning: Tuning) -> UnionTiles | 
         return None
     if tuning.hopper is not False and n.hopper:
         hopper = choices.choose_hopper(
-            segment, n.group, n.kv_heads, n.dim, n.num_ids, n.ratio, n.target
+            segment, n.group, n.kv_heads, n.dim, n.num_ids, n.ratio, n.target, n.kv_bytes
         )
         if hopper is not None:
             return replace(hopper, **tuning.hopper) if tuning.hopper is not True else hopper

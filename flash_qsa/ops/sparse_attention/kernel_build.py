@@ -21,6 +21,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flash_qsa.ops.direct import direct
+
 
 @triton.jit
 def _popcount(words):
@@ -74,6 +76,7 @@ def _locate(table, place, last, wanted, page_size):
     return page * unit_page + (place - column * page_size) * unit_token, lost
 
 
+@direct
 @triton.jit(
     do_not_specialize=[
         "first_row",
@@ -123,6 +126,7 @@ def build_kernel(
     PAD: tl.constexpr,
     HALF: tl.constexpr,
     HAS_BASE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid [programs]; each loops over tiles with scratch of its own.
 
@@ -132,6 +136,8 @@ def build_kernel(
     the two leading sections, where HALF is not 0. PAGE: tokens of a page, or 0 where page_size says
     it at run time.
     """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     size = PAGE if PAGE > 0 else page_size
     program = tl.program_id(0)
     bitmap = bitmap_ptr + program.to(tl.int64) * num_words

@@ -8,9 +8,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flash_qsa.ops.direct import direct
 from flash_qsa.ops.sparse_attention.primitives import LN2, LOG2E, LOWEST
 
 
+@direct
 @triton.jit(do_not_specialize=["first_row", "splits"])
 def merge_kernel(
     acc_ptr,

@@ -16,6 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flash_qsa.ops.direct import direct
 from flash_qsa.ops.sparse_attention.primitives import (
     HEADROOM,
     LOG2E,
@@ -142,6 +143,7 @@ def _step(
     return acc, lanes * shrink + weights, new_peak
 
 
+@direct
 @triton.jit(
     do_not_specialize=[
         "first_row",

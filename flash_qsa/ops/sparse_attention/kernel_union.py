@@ -18,6 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flash_qsa.ops.direct import direct
 from flash_qsa.ops.sparse_attention.primitives import (
     HEADROOM,
     LOG2E,
@@ -71,6 +72,7 @@ def _either(a, b):
     return a | b
 
 
+@direct
 @triton.jit(do_not_specialize=["first_row", "end_row", "page_size"])
 def union_kernel(
     q_ptr,

@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from flash_qsa.ops.direct import direct
 from flash_qsa.ops.sparse_attention.kernel_union_sm90_fp8 import BLOCK_N, STAGES, fp8_producer
 from flash_qsa.ops.sparse_attention.kernel_union_sm90_store import (
     BLOCK_M,
@@ -308,6 +309,7 @@ def _consumer(
         )  # fmt: skip
 
 
+@direct
 @gluon.jit(do_not_specialize=["first_row", "end_row", "num_splits"])
 def union_sm90_kernel(
     q_ptr,

@@ -17,7 +17,7 @@ from flash_qsa.ops.sparse_attention.kernel_union_sm90_store import barrier, gath
 
 BLOCK_N = gl.constexpr(64)
 STAGES = gl.constexpr(2)
-ROWS = gl.constexpr(16)
+ROWS = gl.constexpr(32)
 """Tokens converted at a time: more would not fit the producer's registers."""
 
 

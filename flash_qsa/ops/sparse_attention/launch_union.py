@@ -78,8 +78,10 @@ def launch_union(call: Call, segment: Segment, union: UnionTiles, rows: RowTiles
         PAD=union.block_n // call.ratio,
         HALF=union.half,
         HAS_BASE=call.token_base is not None,
+        PDL=call.early_launch,
         num_warps=union.build_warps,
         num_stages=1,
+        **call.launch_options(),
         # Four programs a processor: the builder waits for memory most of the time.
         **({"maxnreg": 64} if call.target.backend == "cuda" else {}),
     )

@@ -275,6 +275,7 @@ def choose_hopper(
     num_ids: int,
     ratio: int,
     target: Target,
+    kv_bytes: int = 2,
 ) -> UnionTiles | None:
     """Tiles of the Hopper row-union schedule for prefills and many draft windows, or None.
 
@@ -306,4 +307,6 @@ def choose_hopper(
         build_programs=min(tiles, 8 * target.processors),
         build_warps=8,
         half=half,
+        # a producer that converts FP8 holds more
+        producer_regs=104 if kv_bytes == 1 else 72,
     )

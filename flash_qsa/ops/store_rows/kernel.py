@@ -12,10 +12,12 @@ import triton
 import triton.language as tl
 
 from flash_qsa.ops.device import e4m3_from_fp32, e4m3_to_fp16
+from flash_qsa.ops.direct import direct
 from flash_qsa.ops.fp8 import as_bytes, is_fp8
 from flash_qsa.ops.store_rows.tiles import choose_tiles
 
 
+@direct
 @triton.jit(do_not_specialize=["count", "cells"])
 def _store_rows_kernel(
     cache_ptr,
