@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flash_qsa.config import RopeConfig
-from flash_qsa.ops.fp8 import to_storage
+from flash_qsa.ops.fp8 import as_bytes, is_fp8, to_storage
 from flash_qsa.ops.prepare.api import Caches, Norms
 from flash_qsa.ops.rotary import RopeTable
 from flash_qsa.testing.inputs import Problem, make_plan
@@ -57,12 +57,20 @@ def workload_problem(
             ).flatten(0, 1),
             index_dtype,
         ),
-        to_storage(
+        _stored(
             draw(pages, shape.kv_heads, shape.page_size, 2 * shape.head_dim),
             torch.float8_e4m3fn if workload.fp8_cache else dtype,
         ),
         to_storage(draw(pages, shape.page_size // shape.ratio, 1, shape.index_dim), index_dtype),
     )
+
+
+def _stored(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`to_storage` of gigabytes: FP8 in parts, because FP32 of it all would not fit beside it."""
+    if not is_fp8(dtype):
+        return values
+    parts = [as_bytes(to_storage(part, dtype)) for part in values.split(1024)]
+    return torch.cat(parts).view(dtype)
 
 
 def step_problem(problem: Problem) -> StepProblem:
