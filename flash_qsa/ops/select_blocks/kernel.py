@@ -122,11 +122,12 @@ def _run_phase(
         elif "score" in parts:
             whole = (begin, end) == (phase.begin, phase.end)
             part = phase if whole else replace(phase, begin=begin, end=end)
-            score = tiles.choose_score(part, *shape, target, **tuning.get("decode", {}))
+            programs = tuning.get("decode", {}).get("programs", step.programs)
+            score = tiles.choose_score(part, *shape, target, programs)
             score = _tuned(score, tuning.get("score"))
             # only a scorer that is resident as a whole lets the selection start before its end
             grid = -(-(end - begin) // score.rows) * score.splits
-            dependent = grid <= tiles.DECODE_PROGRAMS * target.processors
+            dependent = grid <= step.programs * target.processors
             dependent = step.pdl and phase.decode and dependent
             step.score(score, select, begin, end, space, target, dependent)
         if "select" in parts:
@@ -158,6 +159,7 @@ class _Step:
         self.first = first if self.has_first else visible
         self.top_k = out.shape[1]
         self.e4m3 = {torch.uint8: 2, torch.float8_e4m3fn: 1}.get(query.dtype, 0)
+        self.programs = tiles.FP8_DECODE_PROGRAMS if self.e4m3 else tiles.DECODE_PROGRAMS
         self.ptx = target.backend == "cuda" and not interpreting()
         pages, strides = cache.shape[0], cache.stride()[:2]
         self.align = 16 if all(stride % 16 == 0 for stride in strides) else 1

@@ -23,8 +23,9 @@ DECODE_ROWS = 16
 """Rows of one request up to which keys are streamed once for few queries."""
 
 
-DECODE_PROGRAMS = 3
-"""Programs of the decode scorer per multiprocessor."""
+DECODE_PROGRAMS, FP8_DECODE_PROGRAMS = 3, 4
+"""Programs of the decode scorer per multiprocessor: keys of half the bytes are as many
+instructions."""
 
 KEPT_BYTES = 16 << 20
 """Scores of a decode step that may claim a place in the last cache, 40 MB and more on data-centre
