@@ -68,8 +68,8 @@ def _facts(arg: Any) -> Any:
         return arg.dtype, arg.data_ptr() % 16 == 0
     if isinstance(arg, tuple):
         return arg.__class__, *[each if each.__class__ is int else _facts(each) for each in arg]
-    # floats are not told apart by their values
-    return arg if isinstance(arg, bool) else arg.__class__
+    # Triton does not tell floats apart by their values
+    return float if isinstance(arg, float) else (arg.__class__, arg)
 
 
 def direct(kernel: Any) -> Direct:

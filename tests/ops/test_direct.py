@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -63,6 +64,8 @@ def test_the_same_classes_of_arguments_are_bound_once(memory):
         {"tensor": (torch.zeros(64), 3)},
         {"scale": torch.zeros(1)},
         {"scale": None},
+        {"count": np.int64(5)},
+        {"count": True},
         {"BLOCK": 32},
         {"FLAG": False},
         {"num_warps": 8},
