@@ -105,6 +105,22 @@ def test_fp8_in_every_schedule(schedule, storage):
     case.poisoned().check(backend="triton")
 
 
+@pytest.mark.parametrize("of", ["key", "value"])
+def test_nan_reaches_the_rows_that_attend_it_and_no_others(schedule, of):
+    case = case_of([2000], [400], dtype=torch.bfloat16)
+    token = 101
+    block = token // case.compress_ratio
+    attends = (case.block_ids == block).any(1).cpu()
+    assert 0 < attends.sum() < 400
+    cache = case.keys_values[of == "value"]
+    cache[case.page_table[0].long()[token // 64], :, token % 64, 5] = torch.nan
+    out, lse = case.call(backend="triton")
+    channels = slice(None) if of == "key" else 5
+    assert out[attends.to(out.device)][..., channels].isnan().all()
+    assert out[~attends.to(out.device)].isfinite().all()
+    assert torch.equal(lse.isnan().all(-1).cpu(), attends & (of == "key"))
+
+
 @pytest.mark.bug("O-56")
 @pytest.mark.parametrize("norm", [1.0, 100.0])
 def test_no_larger_error_than_torch_attention(schedule, norm):

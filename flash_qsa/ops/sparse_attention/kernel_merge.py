@@ -64,15 +64,16 @@ def merge_kernel(
     peak = tl.max(peaks, 0)
     weights = tl.exp2(peaks - peak)
     total = tl.sum(totals * weights, 0)
-    result = tl.sum(partial * weights[:, None], 0) / tl.where(total > 0, total, 1.0)
+    some = total != 0  # NaN is not nothing
+    result = tl.sum(partial * weights[:, None], 0) / tl.where(some, total, 1.0)
     result = result.to(out_ptr.dtype.element_ty)
     if HAS_GATE:
         gated = result.to(tl.float32) / (1.0 + tl.exp2(-gate * LOG2E))
-        result = tl.where(total > 0, gated, 0.0).to(out_ptr.dtype.element_ty)
+        result = tl.where(some, gated, 0.0).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * stride_out_t + head * stride_out_h + offs_d, result, mask=mask_d)
     if HAS_LSE:
-        lse = (peak + tl.log2(tl.where(total > 0, total, 1.0))) * LN2
-        lse = tl.where(total > 0, lse, float("-inf"))
+        lse = (peak + tl.log2(tl.where(some, total, 1.0))) * LN2
+        lse = tl.where(some, lse, float("-inf"))
         only = tl.where(tl.program_id(2) == 0, 1, 0)
         at = lse_ptr + row * stride_lse_t + head * stride_lse_h + tl.arange(0, 1)
         tl.store(at, tl.zeros([1], tl.float32) + lse, mask=tl.arange(0, 1) < only)

@@ -9,8 +9,8 @@ running maximum, which saves the rescaling. BF16 and FP32 probabilities keep the
 precision at any magnitude; the largest is no longer 1, which rounds to itself, so they are divided
 by the sum of the rounded ones: what a row attends almost alone it then returns exactly. (The
 log-sum-exp is of the exact ones.) The answer is as good as with a running maximum while the sum
-stays within 2^±60 (2^±30 where splits are merged). A tile where it does not is handed to the
-per-row schedule, which is launched next: `shared` becomes 0.
+stays within 2^±60 (2^±30 where splits are merged). A tile where it does not, or where an answer is
+not finite, is handed to the per-row schedule, which is launched next: `shared` becomes 0.
 """
 
 from __future__ import annotations
@@ -137,6 +137,7 @@ def union_kernel(
     splits = tl.num_programs(2) if SPLIT else 1
     size = PAGE if PAGE > 0 else page_size
     # what probabilities are rounded to
+    tl.static_assert(not (FIXED and NARROW), "FP16 probabilities need the running maximum")
     PROBABILITY: tl.constexpr = COMPUTE if NARROW else q_ptr.dtype.element_ty
     MARGIN: tl.constexpr = HEADROOM if NARROW else 0.0
     CELLS: tl.constexpr = BLOCK_N // RATIO
@@ -211,9 +212,10 @@ def union_kernel(
             weights = tl.where(keep, tl.exp2(scores - peak[:, None]), 0.0)
             rounded = weights
             if PROBABILITY.is_bf16():
-                # as integers: converting there and back is much slower
-                nearest = (weights.to(tl.int32, bitcast=True) + 0x8000) & -0x10000
-                rounded = nearest.to(tl.float32, bitcast=True)
+                # Cut off instead, which keeps NaN: converting to BF16 and back is much slower.
+                # Errors spread as much, and what is lost on average the sum has lost as well.
+                rounded = weights.to(tl.int32, bitcast=True) & -0x10000
+                rounded = rounded.to(tl.float32, bitcast=True)
             elif PROBABILITY.is_fp16():
                 rounded = weights.to(tl.float16).to(tl.float32)
             lanes += rounded
@@ -235,21 +237,24 @@ def union_kernel(
     total = tl.sum(lanes, 1)
     if MARGIN > 0:
         peak -= MARGIN
+    # A value that is not finite, of a token that some row attends, reaches all rows of a product.
+    unsafe = tl.sum(acc - acc, 1) != 0
     if FIXED:
         # Partials of peaks 2^126 apart lose one another: narrower bounds keep that harmless.
         LIMIT: tl.constexpr = SAFE_PARTIAL_SUM if SPLIT else SAFE_SUM
         safe = (total > 1.0 / LIMIT) & (total < LIMIT)
         # A row that attends nothing here has no sum that could be wrong.
         some = (tl.reduce(seen, 0, _either) & bits) != 0
-        unsafe = tl.max(tl.where(mask_m & (safe == 0) & (some | (total != 0)), 1, 0), 0)
-        tl.store(
-            shared_ptr + tile + tl.arange(0, 1),
-            tl.zeros([1], tl.int32),
-            mask=tl.arange(0, 1) < unsafe,
-        )
+        unsafe = unsafe | ((safe == 0) & (some | (total != 0)))
         if HAS_LSE:
             acc *= tl.where(total > 0, exact / total, 1.0)[:, None]
             total = exact
+    left_out = tl.max(tl.where(mask_m & unsafe, 1, 0), 0)
+    tl.store(
+        shared_ptr + tile + tl.arange(0, 1),
+        tl.zeros([1], tl.int32),
+        mask=tl.arange(0, 1) < left_out,
+    )
     if V_SCALE > 0:
         acc = acc * read_scale(v_scale_ptr, V_SCALE == 2)
     if not SPLIT:

@@ -8,7 +8,8 @@ attends, what both do; a consumer skips the tiles that it has no row in, so shar
 costs a half more arithmetic than its own union.
 
 Probabilities are relative to the largest score of the first tile that a consumer sees, as in
-`kernel_union` with FIXED; a tile whose sums leave 2^±60 is handed to the per-row schedule.
+`kernel_union` with FIXED; a tile whose sums leave 2^±60, or whose answers are not finite, is handed
+to the per-row schedule.
 
 The whole shared memory of a processor goes into one program: Q 2 · 64 · D, K and V 2 · 64 · D each.
 An FP8 cache is converted on its way there, see `kernel_union_sm90_fp8`.
@@ -240,15 +241,12 @@ def _consumer(
             both = gl.reshape(gl.join(member, member), [BLOCK_N])
             both = gl.convert_layout(both, gl.SliceLayout(0, s_layout), assert_trivial=True)
             attended = (both[None, :] << lift[:, None]) >> 31
-            bits_of_weights = weights.to(gl.int32, bitcast=True)
-            # Rounded to BF16 as integers: converting there and back is much slower. NaN becomes 0,
-            # and so the sum, which the per-row schedule then corrects.
-            kept = (bits_of_weights + 0x8000) & attended & -0x10000
-            rounded = kept.to(gl.float32, bitcast=True)
-            lanes += _lane_sums(rounded)
+            kept = weights.to(gl.int32, bitcast=True) & attended
             if HAS_LSE:
-                weights = (bits_of_weights & attended).to(gl.float32, bitcast=True)
-                exact += _lane_sums(weights)
+                exact += _lane_sums(kept.to(gl.float32, bitcast=True))
+            # cut off to BF16, see kernel_union
+            rounded = (kept & -0x10000).to(gl.float32, bitcast=True)
+            lanes += _lane_sums(rounded)
             if SPLIT:
                 seen |= member
             operand = gl.convert_layout(rounded.to(DTYPE), p_layout)
@@ -275,7 +273,9 @@ def _consumer(
         safe = gl.where(some | (total != 0), safe, True)
     else:
         safe = (total > 1.0 / SAFE_SUM) & (total < SAFE_SUM)
-    unsafe = gl.max(gl.where(live_s & (safe == 0), 1, 0), 0)
+    # A value that is not finite, of a token that some row attends, reaches all rows of a product.
+    finite = gl.convert_layout(gl.sum(acc - acc, 1), gl.SliceLayout(1, s_layout)) == 0
+    unsafe = gl.max(gl.where(live_s & ((safe & finite) == 0), 1, 0), 0)
     if unsafe > 0:
         gl.store(shared_ptr, 0)
 

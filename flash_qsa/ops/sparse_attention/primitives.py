@@ -80,7 +80,7 @@ def store_result(
     HAS_GATE: tl.constexpr,
 ):
     """Normalises acc [M, D], rounds, gates and stores it, and the natural log-sum-exp [M]."""
-    some = total > 0
+    some = total != 0  # NaN is not nothing
     result = acc / tl.where(some, total, 1.0)[:, None]
     result = result.to(out_ptrs.dtype.element_ty)
     keep = mask_m[:, None] & mask_d[None, :]
