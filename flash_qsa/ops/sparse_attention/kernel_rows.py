@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from flash_qsa.ops.direct import direct
+from flash_qsa.ops.sparse_attention.kernel_list import find_tokens, list_cells
 from flash_qsa.ops.sparse_attention.primitives import (
     HEADROOM,
     LOG2E,
@@ -28,59 +29,6 @@ from flash_qsa.ops.sparse_attention.primitives import (
     read_scale,
     store_result,
 )
-
-
-@triton.jit
-def _find(page_row_ptr, place, wanted, num_columns, num_pages, page_size):
-    """Page (int64), token of the page and existence of each wanted logical place."""
-    column = place // page_size
-    inside = wanted & (place >= 0) & (column < num_columns)
-    page = tl.load(page_row_ptr + column, mask=inside, other=-1)
-    found = (page >= 0) & (page < num_pages)
-    token = tl.where(found, place - column * page_size, 0)
-    return tl.where(found, page, 0).to(tl.int64), token, found
-
-
-@triton.jit
-def _list_cells(
-    k_list,
-    v_list,
-    ids_ptr,
-    page_row_ptr,
-    stride_k_p,
-    stride_k_s,
-    stride_v_p,
-    stride_v_s,
-    num_ids,
-    limit,
-    base,
-    num_columns,
-    num_pages,
-    page_size,
-    RATIO: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SAME: tl.constexpr,
-    ALIGN: tl.constexpr,
-):
-    """Writes the offsets of all readable cells of num_ids ids, in order; returns their number."""
-    PER_BLOCK: tl.constexpr = RATIO // WIDTH
-    count = 0
-    for start in range(0, num_ids * PER_BLOCK, CHUNK):
-        at = start + tl.arange(0, CHUNK)
-        ids = tl.load(ids_ptr + at // PER_BLOCK, mask=at < num_ids * PER_BLOCK, other=-1)
-        chosen = (ids >= 0) & (ids < limit)
-        place = tl.where(chosen, ids, 0) * RATIO + at % PER_BLOCK * WIDTH + base
-        page, token, found = _find(page_row_ptr, place, chosen, num_columns, num_pages, page_size)
-        ones = tl.where(found, 1, 0)
-        rank = count + tl.cumsum(ones, 0) - ones
-        k_at = (page * stride_k_p + token * stride_k_s) // ALIGN
-        tl.store(k_list + rank, k_at.to(k_list.dtype.element_ty), mask=found)
-        if not SAME:
-            v_at = (page * stride_v_p + token * stride_v_s) // ALIGN
-            tl.store(v_list + rank, v_at.to(v_list.dtype.element_ty), mask=found)
-        count += tl.sum(ones, 0)
-    return count
 
 
 @triton.jit
@@ -305,7 +253,7 @@ def rows_kernel(
         first_id = split * ids_per_split
         if MANY:
             tl.debug_barrier()
-        cells = _list_cells(
+        cells = list_cells(
             k_list,
             v_list,
             ids_ptr + row * stride_ids_t + first_id,
@@ -346,7 +294,7 @@ def rows_kernel(
         peak = tl.full([BLOCK_M], LOWEST, tl.float32)
         for start in tl.range(0, tl.minimum(masked_end, total_tokens), BLOCK_N, num_stages=1):
             at = start + offs_n
-            page, token, found = _find(
+            page, token, found = find_tokens(
                 page_row, tail_start + at + base, at < tail, num_columns, num_pages, size
             )
             behind = tl.maximum(at - tail, 0)

@@ -12,7 +12,7 @@ Probabilities are relative to the largest score of the first tile that a consume
 to the per-row schedule.
 
 The whole shared memory of a processor goes into one program: Q 2 · 64 · D, K and V 2 · 64 · D each.
-An FP8 cache is converted on its way there, see `kernel_union_sm90_fp8`.
+How they get there, and FP8 becomes BF16 on the way, is in `kernel_union_sm90_load`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
     mbarrier,
     warpgroup_mma,
@@ -28,12 +27,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flash_qsa.ops.direct import direct
-from flash_qsa.ops.sparse_attention.kernel_union_sm90_fp8 import BLOCK_N, STAGES, fp8_producer
+from flash_qsa.ops.sparse_attention.kernel_union_sm90_load import (
+    BLOCK_N,
+    STAGES,
+    fp8_producer,
+    producer,
+)
 from flash_qsa.ops.sparse_attention.kernel_union_sm90_store import (
     BLOCK_M,
     LOG2E,
     barrier,
-    gather_async,
     store_answer,
     store_partial,
 )
@@ -42,70 +45,6 @@ SAFE_SUM = gl.constexpr(1.152921504606847e18)
 SAFE_PARTIAL_SUM = gl.constexpr(1.073741824e9)
 LOWEST = gl.constexpr(-1.0e38)
 LN2 = gl.constexpr(0.6931471805599453)
-
-
-@gluon.jit
-def _producer(
-    k_ptr,
-    v_ptr,
-    cells_ptr,
-    masks_ptr,
-    begin,
-    end,
-    steps,
-    stride_s,
-    buffers,
-    k_smem,
-    v_smem,
-    k_ready,
-    v_ready,
-    k_free,
-    v_free,
-    RATIO: gl.constexpr,
-    UNIT: gl.constexpr,
-    VALUES_AT: gl.constexpr,
-    DIM: gl.constexpr,
-):
-    LANES: gl.constexpr = min(DIM // 8, 32)
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
-    offs_d = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
-    offs_n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, layout))
-    # Values lie where keys do, so many elements behind; pointers of their own would not fit.
-    apart = VALUES_AT
-    if VALUES_AT == 0:
-        apart = (v_ptr.to(gl.int64) - k_ptr.to(gl.int64)) // 2
-    # One base for all tokens of a thread; a token then adds its cell's offset, in one instruction.
-    base = ((offs_n % RATIO) * stride_s)[:, None] + offs_d[None, :]
-    cells_at = cells_ptr + offs_n // RATIO
-    upcoming = gl.load(cells_at)
-    for step in range(begin, end):
-        stage = (step - begin) % STAGES
-        phase = ((step - begin) // STAGES) & 1
-        offset = (upcoming.to(gl.int64) * UNIT)[:, None]
-        # The next step's cells arrive while this one's keys and values do.
-        cells_at += BLOCK_N // RATIO
-        upcoming = gl.load(cells_at)
-        k_from = k_ptr + base + offset
-        v_from = k_from + apart
-        k_from = gl.max_contiguous(gl.multiple_of(k_from, [1, 16]), [1, DIM])
-        v_from = gl.max_contiguous(gl.multiple_of(v_from, [1, 16]), [1, DIM])
-        mbarrier.wait(k_free.index(stage), phase ^ 1)
-        if step < steps - 2:
-            gather_async(k_smem.index(stage), k_from)
-            async_copy.mbarrier_arrive(k_ready.index(stage), increment_count=False)
-            mbarrier.wait(v_free.index(stage), phase ^ 1)
-            gather_async(v_smem.index(stage), v_from)
-        else:
-            # Open groups come last and may hold tokens never written: zeros instead.
-            live = gl.load(masks_ptr + offs_n) != 0
-            live = live[:, None] & (offs_d < DIM)[None, :]
-            gather_async(k_smem.index(stage), k_from, mask=live)
-            async_copy.mbarrier_arrive(k_ready.index(stage), increment_count=False)
-            mbarrier.wait(v_free.index(stage), phase ^ 1)
-            gather_async(v_smem.index(stage), v_from, mask=live)
-        async_copy.mbarrier_arrive(v_ready.index(stage), increment_count=False)
-        masks_ptr += BLOCK_N
-    async_copy.wait_group(0)
 
 
 @gluon.jit
@@ -428,7 +367,7 @@ def union_sm90_kernel(
                 q_second, k_smem, v_smem, k_ready, v_ready, k_free, v_free,
                 1, HALF, GROUP, DIM, FP8, SPLIT, HAS_GATE, HAS_LSE,
             )),
-            (fp8_producer if FP8 else _producer, (
+            (fp8_producer if FP8 else producer, (
                 k_ptr + kv_head * stride_k_h, v_ptr + kv_head * stride_v_h, cells, masks,
                 begin, end, steps, stride_s, buffers, k_smem, v_smem,
                 k_ready, v_ready, k_free, v_free, RATIO, UNIT, VALUES_AT, DIM,

@@ -1,14 +1,12 @@
 """How the Hopper row-union schedule stores what a consumer warpgroup holds: its rows' answers, or
-the partials of a split. And the names that two versions of Triton have for one thing."""
+the partials of a split."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 # Triton 3.9's name, or that of 3.6.
-gather_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 BLOCK_M = gl.constexpr(64)
