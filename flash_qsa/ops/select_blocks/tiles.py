@@ -142,6 +142,7 @@ def product_dtype(dtype: torch.dtype, target: Target) -> torch.dtype:
     return torch.float16 if is_fp8(dtype) else dtype
 
 
+@functools.lru_cache(1024)
 def choose_score(
     phase: Phase,
     width: int,
@@ -196,6 +197,7 @@ DENSE_MAX_GROUP = 32
 """Its groups stay inside a warp."""
 
 
+@functools.lru_cache(1024)
 def choose_dense(
     phase: Phase, width: int, heads: int, dim: int, itemsize: int, target: Target
 ) -> DenseTiles | None:
@@ -212,6 +214,7 @@ def choose_dense(
     return None
 
 
+@functools.lru_cache(1024)
 def choose_select(
     rows: int, width: int, top_k: int, target: Target, max_group: int = MAX_GROUP
 ) -> SelectTiles:
