@@ -146,6 +146,29 @@ class AttentionCase:
         return self.replace(kv_cache=tuple(map(poison, self.kv_cache)))
 
 
+def case_with_nan(of: str) -> tuple[AttentionCase, int]:
+    """Eight rows of one request, of which the first three attend a token whose "key" or "value" has
+    NaN in one channel; and that channel."""
+    problem = make_problem([64], [8], Shape(heads=2, kv_heads=1, top_k=12))
+    ids = torch.arange(12, dtype=torch.int32).repeat(8, 1)
+    ids[3:, 10] = -1
+    token, channel = 41, 8
+    case = AttentionCase.of(problem, ids)
+    cache = case.keys_values[of == "value"]
+    page = problem.plan.page_table[0, token // problem.shape.page_size]
+    cache[page, :, token % problem.shape.page_size, channel] = torch.nan
+    return case, channel
+
+
+def assert_nan_stays(of: str, out: torch.Tensor, lse: torch.Tensor, channel: int) -> None:
+    """What `case_with_nan(of)` must give: NaN in the rows that attend it, and nowhere else."""
+    assert out[3:].isfinite().all() and lse[3:].isfinite().all()
+    if of == "key":
+        assert out[:3].isnan().all() and lse[:3].isnan().all()
+    else:
+        assert out[:3, :, channel].isnan().all() and out.isnan().sum() == 3 * out.shape[1]
+
+
 def far_and_near_pages(device: torch.device | str = "cpu") -> tuple[AttentionCase, AttentionCase]:
     """The same rows over pages 65,535, 65,536 and 70,000 of a large FP8 pool, and over three.
 

@@ -14,7 +14,12 @@ import torch
 
 from flash_qsa.ops.fp8 import to_storage
 from flash_qsa.ops.sparse_attention import kernel
-from flash_qsa.testing.attention import AttentionCase, far_and_near_pages
+from flash_qsa.testing.attention import (
+    AttentionCase,
+    assert_nan_stays,
+    case_with_nan,
+    far_and_near_pages,
+)
 from flash_qsa.testing.inputs import Shape, make_problem
 
 Tuning = kernel.Tuning
@@ -209,22 +214,11 @@ def test_what_a_row_attends_almost_alone_it_returns_exactly():
 @pytest.mark.parametrize("of", ["key", "value"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_nan_reaches_the_rows_that_attend_it_and_no_others(schedule, of):
-    problem = make_problem([64], [8], Shape(heads=2, kv_heads=1, top_k=12))
-    ids = torch.arange(12, dtype=torch.int32).repeat(8, 1)
-    ids[3:, 10] = -1
-    token = 41  # of block 10
-    page = int(problem.plan.page_table[0, token // 16])
-    problem.kv_cache[page, :, token % 16, 0 if of == "key" else 40] = torch.nan
+    case, channel = case_with_nan(of)
     tuned = functools.partial(kernel.launch, tuning=SCHEDULES[schedule])
-    case = AttentionCase.of(problem, ids)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("flash_qsa.dispatch._load", lambda op, backend: tuned)
-        out, lse = case.call(backend="triton")
-    assert out[3:].isfinite().all() and lse[3:].isfinite().all()
-    if of == "key":
-        assert out[:3].isnan().all() and lse[:3].isnan().all()
-    else:
-        assert out[:3, :, 8].isnan().all() and out.isnan().sum() == 3 * 2
+        assert_nan_stays(of, *case.call(backend="triton"), channel)
 
 
 @pytest.mark.bug("O-33")

@@ -3,7 +3,8 @@
 * A row attends its blocks' tokens and its open group, each once, and nothing else: no future
   token, no token without a page, nothing for rows without a request.
 * Rows that attend nothing give zeros and a log-sum-exp of -inf, and every output is written.
-* Memory that nobody attends may hold NaN. Page placement and chunking change nothing.
+* Memory that nobody attends may hold NaN, and NaN that a row attends reaches no other row.
+* Page placement and chunking change nothing.
 * FP8 scales fold into scores and outputs, by value or read from a tensor.
 * K at or above the visible blocks equals dense attention.
 * Every argument that does not fit is refused by name.
@@ -22,7 +23,12 @@ from hypothesis import strategies as st
 from flash_qsa.checks import UnsupportedError
 from flash_qsa.ops import dense_attention, expand_blocks, sparse_attention
 from flash_qsa.ops.fp8 import from_storage, to_storage
-from flash_qsa.testing.attention import AttentionCase, far_and_near_pages
+from flash_qsa.testing.attention import (
+    AttentionCase,
+    assert_nan_stays,
+    case_with_nan,
+    far_and_near_pages,
+)
 from flash_qsa.testing.inputs import Shape, make_problem
 
 SMALL = Shape(heads=2, kv_heads=1, head_dim=16, top_k=4, page_size=8)
@@ -139,6 +145,13 @@ class TestRowsWithoutTokens:
 
 
 class TestMemory:
+    @pytest.mark.parametrize("of", ["key", "value"])
+    @pytest.mark.parametrize("deterministic", [False, True])
+    def test_nan_reaches_the_rows_that_attend_it_and_no_others(self, of, deterministic):
+        case, channel = case_with_nan(of)
+        answer = case.call(backend="reference", deterministic=deterministic)
+        assert_nan_stays(of, *answer, channel)
+
     @pytest.mark.bug("O-15")
     @pytest.mark.parity("P46")
     def test_unused_cells_may_hold_nan(self):

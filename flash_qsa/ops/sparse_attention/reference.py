@@ -55,7 +55,9 @@ def sparse_attention(
             continue
         request, start = divmod(number, span)
         rows = (sequence == number).nonzero().flatten()
-        for tile in rows.split(1 if deterministic else ROWS_PER_TILE):
+        tiles = list(rows.split(1 if deterministic else ROWS_PER_TILE))
+        while tiles:
+            tile = tiles.pop()
             tokens, attends = attended_tokens(
                 block_ids[tile], positions[tile], tail_start[tile].long(), ratio
             )
@@ -63,6 +65,9 @@ def sparse_attention(
             attends &= pages >= 0
             attending[tile] = attends.any(1)
             attn, lse = attend(query[tile], k, v, attends, scale, lse_out is not None)
+            if len(tile) > 1 and not attn.isfinite().all():
+                tiles += tile.split(1)  # zero times NaN reached rows that do not attend it
+                continue
             attn = attn if v_scale is None else attn * v_scale
             out[tile] = attn.to(out.dtype)
             if lse is not None:
