@@ -115,6 +115,20 @@ def test_nan_fails(monkeypatch):
     assert set(failures(("attend", "gate", "dense"))) == {"attend", "gate", "dense"}
 
 
+@pytest.mark.parametrize("leak", [True, False])
+def test_nan_that_reaches_other_rows_or_none_fails(monkeypatch, leak):
+    def change(run, *arguments):
+        run(*arguments)
+        out = arguments[-2]
+        if leak and out.isnan().any():
+            out.fill_(torch.nan)
+        else:
+            out.nan_to_num_()
+
+    plant(monkeypatch, "sparse_attention", change)
+    assert set(failures(("attend", "gate", "dense"))) == {"attend"}
+
+
 def test_ties_broken_upwards_fail_only_where_scores_tie(monkeypatch):
     reference = importlib.import_module("flash_qsa.ops.select_blocks.reference")
 

@@ -80,9 +80,41 @@ def attend(problems: Problems) -> Cases:
         ids = torch.cat((extra, honest, torch.full_like(extra, 1 << 30)), 1).int()
         return _attention_outcome(problems.setting, problem, ids, tokens, False, None)
 
+    def spoiled(of: str) -> Outcome:
+        # NaN in a block that the last row attends and the first has lost, though they share loads;
+        # where there is no block yet, in the last row's own token.
+        at, problem = problems.setting, problems.get("prefill")
+        plan, size, ratio = problem.plan, problem.shape.page_size, problem.shape.ratio
+        ids, last = problem.block_ids(at.seed), plan.num_tokens - 1
+        block = int(ids[last].max())
+        ids[0][ids[0] == block] = -1
+        cache, own = problem.kv_cache.clone(), int(plan.positions[last])
+        token = own if block < 0 else block * ratio
+        page = int(plan.page_table[int(plan.request_ids[last]), token // size])
+        cache.chunk(2, -1)[of == "value"][page, :, token % size, 5] = torch.nan
+        out = sparse_attention(
+            problem.query,
+            cache,
+            ids,
+            plan.positions,
+            plan.page_table,
+            plan.request_ids,
+            compress_ratio=ratio,
+            gate=problem.gate.nan_to_num(),
+            plan=plan,
+            backend=at.backend,
+        )
+        open_group = (plan.positions + 1) // ratio * ratio
+        attends = (open_group <= token) & (token <= plan.positions)
+        attends |= (ids == block).any(1) & (block >= 0)
+        attends &= plan.request_ids == plan.request_ids[last]
+        return exact(("rows with NaN", out.isnan().flatten(1).any(1), attends))
+
     for kind in ("prefill", "decode"):
         yield f"{kind}, random blocks", lambda kind=kind: check(kind, False)
     yield "prefill, blocks out of sight", hostile
+    for of in ("key", "value"):
+        yield f"prefill, NaN in a {of}", lambda of=of: spoiled(of)
     yield "decode, FP8 cache with scales", lambda: check("decode", True)
 
 
