@@ -40,14 +40,7 @@ class Direct:
             torch.cuda.current_device() if torch.cuda.is_initialized() else None,
             tuple(named),
             tuple(named.values()),
-            *[
-                arg
-                if arg.__class__ is int
-                else (arg.dtype, arg.data_ptr() % 16 == 0)
-                if arg.__class__ is torch.Tensor
-                else _facts(arg)
-                for arg in args
-            ],
+            *_facts_of(args),
         )
         known = self._known.get(key) if reuse else None
         if known is not None:
@@ -62,12 +55,16 @@ class Direct:
             self._known[key] = compiled, constants
 
 
+def _facts_of(args: tuple) -> list:
+    return [arg if arg.__class__ is int else _facts(arg) for arg in args]
+
+
 def _facts(arg: Any) -> Any:
     """What Triton's classes depend on, of an argument that is not an integer."""
     if isinstance(arg, torch.Tensor):
         return arg.dtype, arg.data_ptr() % 16 == 0
     if isinstance(arg, tuple):
-        return arg.__class__, *[each if each.__class__ is int else _facts(each) for each in arg]
+        return arg.__class__, *_facts_of(arg)
     # Triton does not tell floats apart by their values
     return float if isinstance(arg, float) else (arg.__class__, arg)
 
