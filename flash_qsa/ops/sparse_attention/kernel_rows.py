@@ -216,6 +216,9 @@ def rows_kernel(
     log2_scale = scale * LOG2E
     if K_SCALE > 0:
         log2_scale = log2_scale * read_scale(k_scale_ptr, K_SCALE == 2)
+    v_scale = 1.0
+    if V_SCALE > 0:
+        v_scale = read_scale(v_scale_ptr, V_SCALE == 2)
     k_head = k_ptr + kv_head * stride_k_h + read_d[None, :]
     v_head = v_ptr + kv_head * stride_v_h
     if not WORDS:
@@ -332,7 +335,7 @@ def rows_kernel(
             acc = tl.join(tl.join(acc[0], acc[2]), tl.join(acc[1], acc[3]))
             acc = tl.reshape(acc, (BLOCK_M, BLOCK_D))
         if V_SCALE > 0:
-            acc = acc * read_scale(v_scale_ptr, V_SCALE == 2)
+            acc = acc * v_scale
         if not SPLIT:
             out_at = row * stride_out_t + heads[:, None] * stride_out_h + offs_d[None, :]
             gate_at = row * stride_gate_t + heads[:, None] * stride_gate_h + offs_d[None, :]
