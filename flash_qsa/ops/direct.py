@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 
+from flash_qsa.dispatch import interpreting
+from flash_qsa.targets import Target
+
 MAX_REMEMBERED = 4096
 """Launches of a kernel that are told apart; a growing sequence has other numbers at every token."""
 
@@ -67,6 +70,11 @@ def _facts(arg: Any) -> Any:
         return arg.__class__, *_facts_of(arg)
     # Triton does not tell floats apart by their values
     return float if isinstance(arg, float) else (arg.__class__, arg)
+
+
+def launches_early(target: Target) -> bool:
+    """Whether a launch may overlap its predecessor's end (programmatic dependent launch)."""
+    return target.backend == "cuda" and target.capability >= (9, 0) and not interpreting()
 
 
 def direct(kernel: Any) -> Direct:

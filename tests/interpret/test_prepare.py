@@ -19,7 +19,7 @@ import torch
 from flash_qsa import dispatch
 from flash_qsa.config import RopeConfig
 from flash_qsa.ops.fp8 import as_bytes
-from flash_qsa.ops.prepare import kernel
+from flash_qsa.ops.prepare import operands
 from flash_qsa.ops.prepare.tiles import Tiles, choose_tiles
 from flash_qsa.testing.inputs import Shape
 from flash_qsa.testing.prepared import assert_prepared, bits
@@ -181,11 +181,11 @@ def test_tiles_never_change_the_bits() -> None:
     for tiles in (None, Tiles(1, 1, 1, 1), Tiles(2, 2, 4, 8)):
         caches = problem.clone_caches()
         with pytest.MonkeyPatch.context() as patch:
-            kernel._constants.cache_clear()
+            operands.constants.cache_clear()
             if tiles:
-                patch.setattr(kernel, "choose_tiles", lambda *sizes, tiles=tiles: tiles)
+                patch.setattr(operands, "choose_tiles", lambda *sizes, tiles=tiles: tiles)
             out = problem.run(caches, backend="triton")
-        kernel._constants.cache_clear()
+        operands.constants.cache_clear()
         results.append([bits(part) for part in (*out, *caches)])
     for other in results[1:]:
         assert all(torch.equal(one, two) for one, two in zip(results[0], other))

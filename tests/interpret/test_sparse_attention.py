@@ -7,6 +7,7 @@ rows, strided views, holes, pages that do not exist, reused selections and shift
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import pytest
@@ -28,11 +29,18 @@ Tuning = kernel.Tuning
 DEFAULT = Tuning()
 
 
+@contextlib.contextmanager
+def tuned(tuning: Tuning):
+    """Kernels run with `tuning` inside."""
+    launch = functools.partial(kernel.launch, tuning=tuning)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flash_qsa.dispatch._load", lambda op, backend: launch)
+        yield
+
+
 def check(case: AttentionCase, tuning: Tuning = DEFAULT, **options):
     """Runs the kernels with `tuning` and checks the answer."""
-    tuned = functools.partial(kernel.launch, tuning=tuning)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flash_qsa.dispatch._load", lambda op, backend: tuned)
+    with tuned(tuning):
         return case.check(backend="triton", **options)
 
 
@@ -215,9 +223,7 @@ def test_what_a_row_attends_almost_alone_it_returns_exactly():
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_nan_reaches_the_rows_that_attend_it_and_no_others(schedule, of):
     case, channel = case_with_nan(of)
-    tuned = functools.partial(kernel.launch, tuning=SCHEDULES[schedule])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flash_qsa.dispatch._load", lambda op, backend: tuned)
+    with tuned(SCHEDULES[schedule]):
         assert_nan_stays(of, *case.call(backend="triton"), channel)
 
 

@@ -9,6 +9,9 @@ from flash_qsa.ops.device import pool_group, ring_position, step_position, to_ca
 from flash_qsa.ops.prepare.kernel_heads import store_heads
 from flash_qsa.ops.prepare.kernel_rotary import norm_and_rotate, rotary_pairs
 
+RING_ROWS = tl.constexpr(2)
+"""Rows that go to the ring at a time: more registers would leave a processor fewer programs."""
+
 
 @triton.jit
 def _store_group(
@@ -144,18 +147,18 @@ def store_open_group(
 
 @triton.jit
 def ring_rows(keys, ring, positions, axis_stride, plan, base, end, GROUPS: tl.constexpr):
-    """Raw keys and exact positions of two rows from `base` on, for `commit_ring`; rows from `end`
-    on are not live."""
+    """Raw keys and exact positions of RING_ROWS rows from `base` on, for `commit_ring`; rows from
+    `end` on are not live."""
     d = tl.arange(0, GROUPS.block)
     piece = tl.arange(0, 16)
     PIECES: tl.constexpr = 64 // ring.ptr.dtype.element_ty.primitive_bitwidth
-    row = (base + tl.arange(0, 2)).to(tl.int64)
+    row = (base + tl.arange(0, RING_ROWS)).to(tl.int64)
     slot = tl.load(plan.ring_slots + row, mask=row < end, other=-1)
     # whether a row is live is not waited for
     inside = (row < end)[:, None]
     source = keys.ptr + (row * keys.stride)[:, None] + d[None, :]
     key = tl.load(source, mask=inside & (d < GROUPS.dim)[None, :], other=0.0)
-    value = tl.zeros((2, 16), tl.int64)
+    value = tl.zeros((RING_ROWS, 16), tl.int64)
     if GROUPS.has_positions:
         axis = piece // PIECES * axis_stride
         source = positions.ptr + (row * positions.stride_row)[:, None] + axis[None, :]

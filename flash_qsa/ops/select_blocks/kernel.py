@@ -20,6 +20,7 @@ import triton.language as tl
 
 from flash_qsa.checks import UnsupportedError
 from flash_qsa.dispatch import interpreting
+from flash_qsa.ops.direct import launches_early
 from flash_qsa.ops.fp8 import is_fp8
 from flash_qsa.ops.paging import constant_page
 from flash_qsa.ops.select_blocks import selector, tiles
@@ -166,7 +167,7 @@ class _Step:
         reach = (pages * strides[0] + cache.shape[1] * strides[1]) // self.align
         self.cell_dtype = tl.int32 if reach < NARROW_REACH else tl.int64
         # dependent launch: the selection's start overlaps the scorer's end
-        self.pdl = self.ptx and target.capability >= (9, 0)
+        self.pdl = launches_early(target)
 
     def score(
         self,

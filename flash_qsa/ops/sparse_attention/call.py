@@ -9,6 +9,7 @@ import triton.language as tl
 
 from flash_qsa import dispatch
 from flash_qsa.checks import E4M3_DTYPES, Scale
+from flash_qsa.ops.direct import launches_early
 from flash_qsa.ops.paging import constant_page
 from flash_qsa.ops.sparse_attention.tiles import cell_units
 from flash_qsa.plan import BatchPlan
@@ -144,7 +145,7 @@ class Call(NamedTuple):
             fp8_bytes,
             constant_page(keys.shape[2], page_table, plan),
             target,
-            target.backend == "cuda" and target.capability >= (9, 0) and not interpreted,
+            launches_early(target),
         )
 
 

@@ -136,8 +136,8 @@ def union_kernel(
     split = tl.program_id(2)
     splits = tl.num_programs(2) if SPLIT else 1
     size = PAGE if PAGE > 0 else page_size
-    # what probabilities are rounded to
     tl.static_assert(not (FIXED and NARROW), "FP16 probabilities need the running maximum")
+    # what probabilities are rounded to
     PROBABILITY: tl.constexpr = COMPUTE if NARROW else q_ptr.dtype.element_ty
     MARGIN: tl.constexpr = HEADROOM if NARROW else 0.0
     CELLS: tl.constexpr = BLOCK_N // RATIO

@@ -24,6 +24,37 @@ ROWS = gl.constexpr(32)
 
 
 @gluon.jit
+def _first_places(
+    k_ptr,
+    v_ptr,
+    cells_ptr,
+    stride_s,
+    offs_n,
+    offs_d,
+    RATIO: gl.constexpr,
+    VALUES_AT: gl.constexpr,
+    ITEM: gl.constexpr,
+):
+    """How far values lie behind keys, offsets [64, D] in a cell, and pointers [64] to the first
+    step's cells. ITEM: bytes of an element."""
+    # Values lie where keys do, so many elements behind; pointers of their own would not fit.
+    apart = VALUES_AT
+    if VALUES_AT == 0:
+        apart = (v_ptr.to(gl.int64) - k_ptr.to(gl.int64)) // ITEM
+    # One base for all tokens of a thread; a token then adds its cell's offset, in one instruction.
+    base = ((offs_n % RATIO) * stride_s)[:, None] + offs_d[None, :]
+    return apart, base, cells_ptr + offs_n // RATIO
+
+
+@gluon.jit
+def _live(masks_ptr, offs_n, offs_d, DIM: gl.constexpr):
+    """Which elements [64, D] of a step are copied where it may hold open groups: those come last,
+    with tokens that were never written and are zeros instead."""
+    live = gl.load(masks_ptr + offs_n) != 0
+    return live[:, None] & (offs_d < DIM)[None, :]
+
+
+@gluon.jit
 def _places(k_from, apart, DIM: gl.constexpr):
     """Pointers to keys and values [64, D] of a step's tokens; their rows lie on 16 bytes."""
     v_from = k_from + apart
@@ -58,13 +89,9 @@ def producer(
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     offs_d = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
     offs_n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, layout))
-    # Values lie where keys do, so many elements behind; pointers of their own would not fit.
-    apart = VALUES_AT
-    if VALUES_AT == 0:
-        apart = (v_ptr.to(gl.int64) - k_ptr.to(gl.int64)) // 2
-    # One base for all tokens of a thread; a token then adds its cell's offset, in one instruction.
-    base = ((offs_n % RATIO) * stride_s)[:, None] + offs_d[None, :]
-    cells_at = cells_ptr + offs_n // RATIO
+    apart, base, cells_at = _first_places(
+        k_ptr, v_ptr, cells_ptr, stride_s, offs_n, offs_d, RATIO, VALUES_AT, 2
+    )
     upcoming = gl.load(cells_at)
     for step in range(begin, end):
         stage = (step - begin) % STAGES
@@ -81,9 +108,7 @@ def producer(
             mbarrier.wait(v_free.index(stage), phase ^ 1)
             _gather_async(v_smem.index(stage), v_from)
         else:
-            # Open groups come last and may hold tokens never written: zeros instead.
-            live = gl.load(masks_ptr + offs_n) != 0
-            live = live[:, None] & (offs_d < DIM)[None, :]
+            live = _live(masks_ptr, offs_n, offs_d, DIM)
             _gather_async(k_smem.index(stage), k_from, mask=live)
             async_copy.mbarrier_arrive(k_ready.index(stage), increment_count=False)
             mbarrier.wait(v_free.index(stage), phase ^ 1)
@@ -101,9 +126,8 @@ def _request(buffer, pointers, masks_ptr, step, last, offs_n, offs_d, DIM: gl.co
         if step < steps - 2:
             _gather_async(buffer, pointers)
         else:
-            # Open groups come last and may hold tokens never written: zeros instead.
-            live = gl.load(masks_ptr + (step - begin) * BLOCK_N + offs_n) != 0
-            _gather_async(buffer, pointers, mask=live[:, None] & (offs_d < DIM)[None, :])
+            masks_ptr += (step - begin) * BLOCK_N
+            _gather_async(buffer, pointers, mask=_live(masks_ptr, offs_n, offs_d, DIM))
     async_copy.commit_group()
 
 
@@ -144,11 +168,9 @@ def fp8_producer(
     layout: gl.constexpr = gl.BlockedLayout([1, 16], [32 // LANES, LANES], [4, 1], [1, 0])
     offs_d = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
     offs_n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, layout))
-    apart = VALUES_AT
-    if VALUES_AT == 0:
-        apart = v_ptr.to(gl.int64) - k_ptr.to(gl.int64)
-    base = ((offs_n % RATIO) * stride_s)[:, None] + offs_d[None, :]
-    cells_at = cells_ptr + offs_n // RATIO
+    apart, base, cells_at = _first_places(
+        k_ptr, v_ptr, cells_ptr, stride_s, offs_n, offs_d, RATIO, VALUES_AT, 1
+    )
     last = (begin, end, steps)
 
     offset = (gl.load(cells_at).to(gl.int64) * UNIT)[:, None]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from flash_qsa.ops import sparse_attention
@@ -9,6 +11,25 @@ from flash_qsa.testing.compare import attention_truth
 from flash_qsa.testing.inputs import Problem
 from flash_qsa.testing.selfcheck.problem import Cases, Outcome, Problems, Setting, exact, within
 from flash_qsa.testing.selfcheck.selection import attended, selected
+
+
+def _attention(
+    at: Setting, problem: Problem, ids: torch.Tensor, **options: Any
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """The op on a problem's rows and blocks."""
+    plan = problem.plan
+    return sparse_attention(
+        problem.query,
+        options.pop("kv_cache", problem.kv_cache),
+        ids,
+        plan.positions,
+        plan.page_table,
+        plan.request_ids,
+        compress_ratio=problem.shape.ratio,
+        plan=plan,
+        backend=at.backend,
+        **options,
+    )
 
 
 def _attention_outcome(
@@ -21,20 +42,14 @@ def _attention_outcome(
 ) -> Outcome:
     plan, size = problem.plan, problem.shape.page_size
     k_scale, v_scale = scales or (None, None)
-    out, lse = sparse_attention(
-        problem.query,
-        problem.kv_cache,
+    out, lse = _attention(
+        at,
+        problem,
         ids,
-        plan.positions,
-        plan.page_table,
-        plan.request_ids,
-        compress_ratio=problem.shape.ratio,
         gate=problem.gate if gated else None,
         k_scale=k_scale,
         v_scale=v_scale,
-        plan=plan,
         return_lse=True,
-        backend=at.backend,
     )
     table, requests = plan.page_table.cpu().long(), plan.request_ids.tolist()
     cells = [
@@ -92,18 +107,7 @@ def attend(problems: Problems) -> Cases:
         token = own if block < 0 else block * ratio
         page = int(plan.page_table[int(plan.request_ids[last]), token // size])
         cache.chunk(2, -1)[of == "value"][page, :, token % size, 5] = torch.nan
-        out = sparse_attention(
-            problem.query,
-            cache,
-            ids,
-            plan.positions,
-            plan.page_table,
-            plan.request_ids,
-            compress_ratio=ratio,
-            gate=problem.gate.nan_to_num(),
-            plan=plan,
-            backend=at.backend,
-        )
+        out = _attention(at, problem, ids, kv_cache=cache, gate=problem.gate.nan_to_num())
         open_group = (plan.positions + 1) // ratio * ratio
         attends = (open_group <= token) & (token <= plan.positions)
         attends |= (ids == block).any(1) & (block >= 0)
@@ -149,23 +153,10 @@ def repeat(problems: Problems) -> Cases:
 
     def check() -> Outcome:
         problem = problems.get("prefill")
-        plan = problem.plan
         runs = []
         for _ in range(2):
             ids = selected(at, problem)
-            out = sparse_attention(
-                problem.query,
-                problem.kv_cache,
-                ids,
-                plan.positions,
-                plan.page_table,
-                plan.request_ids,
-                compress_ratio=at.shape.ratio,
-                gate=problem.gate,
-                plan=plan,
-                backend=at.backend,
-            )
-            runs.append((ids, out))
+            runs.append((ids, _attention(at, problem, ids, gate=problem.gate)))
         return exact(("block_ids", runs[0][0], runs[1][0]), ("out", runs[0][1], runs[1][1]))
 
     yield "same bits twice", check
