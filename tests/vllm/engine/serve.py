@@ -29,7 +29,7 @@ MEMORY = {
     "enough": {"num_gpu_blocks_override": 16, "max_num_batched_tokens": 96},
     "little": {
         "num_gpu_blocks_override": 14,
-        "block_size": 16,  # vLLM raises it to checkpoint.PAGE
+        "block_size": PAGE,  # no less than vLLM asks for on any CPU: 48 or 80
         "max_num_batched_tokens": 4 * PAGE,
     },
 }
