@@ -8,10 +8,10 @@
 
 OP is select, attend or select+attend, WORKLOAD one of `flash-qsa bench --list`. A NAME is a field
 of sparse_attention's Tuning (rows.*, union.*, hopper.*, share, split_factor) or a key of
-select_blocks' tuning (score.*, select.*, decode.*, dense.*, selector, pdl); every combination of
-values is run beside the choice that is made without it. A combination whose answer is wrong (other
-ids than chosen by default; attention beyond its float64 bound) or that does not run is listed, not
-timed. Protocol as in `flash-qsa bench`. --jobs compiles in so many processes first.
+select_blocks' tuning (score.*, select.*, decode.*, dense.*, selector, pdl, admit_next); every
+combination of values is run beside the choice that is made without it. A combination whose answer
+is wrong (other ids than chosen by default; attention beyond its float64 bound) or that does not run
+is listed, not timed. Protocol as in `flash-qsa bench`. --jobs compiles in so many processes first.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from flash_qsa.testing.workloads import WORKLOADS
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
 OF_ATTENTION = frozenset(Tuning.__dataclass_fields__)
-OF_SELECTION = frozenset(("score", "select", "decode", "dense", "selector", "pdl"))
+OF_SELECTION = frozenset(("score", "select", "decode", "dense", "selector", "pdl", "admit_next"))
 
 Settings = dict[str, Any]
 """Setting names, e.g. "rows.block_n", and a value of each."""

@@ -120,6 +120,7 @@ def check(folder, select, top_k, scores, visible, first=None, requests=None, see
         0,
         width,
         1,
+        seed % 2,
     )
     on_cpu(select, top_k, first is not None, folder)(arguments, rows, seed)
     known = torch.where((requests >= 0) & (requests < 1), visible, 0)

@@ -71,6 +71,7 @@ def launch(
         query, cache, page_table, request_ids, visible_blocks, first_block, out, width, page, target
     )
     step.pdl &= tuning.get("pdl", True)
+    step.admit_next = tuning.get("admit_next", tiles.admits_next(rows, target))
     step.select_options = tuning.get("select_options", {})
     if width <= top_k:
         step.select(tiles.choose_select(rows, width, top_k, target), 0, rows, None)
@@ -341,5 +342,6 @@ class _Step:
         )
         numbers = (*space.widths[:2], self.out.stride(0), begin)
         limits = (self.width, self.page_table.shape[0])
-        arguments = (*(tensor.data_ptr() for tensor in tensors), *numbers, *limits)
+        addresses = (tensor.data_ptr() for tensor in tensors)
+        arguments = (*addresses, *numbers, *limits, self.admit_next)
         selector.launch_cuda(select, self.top_k, end - begin, dependent, self.has_first, arguments)

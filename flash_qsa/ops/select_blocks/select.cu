@@ -54,7 +54,7 @@ struct Arguments {
   const int *scores, *maxima, *request_ids, *visible, *first;
   int *out;
   long long stride_scores, stride_maxima, stride_out, row_begin;
-  int width, num_requests;
+  int width, num_requests, admit_next;
 };
 
 struct Cut {
@@ -81,12 +81,14 @@ static_assert(sizeof(Shared) == SHARED, "SHARED: the host's count of bytes");
   __builtin_assume(__isGlobal(address))
 #if __CUDA_ARCH__ >= 900
 #define WAIT_FOR_SCORES() asm volatile("griddepcontrol.wait;" ::: "memory")
+#define ADMIT_NEXT() asm volatile("griddepcontrol.launch_dependents;")
 #endif
 #else
 #define KEEP(address)
 #endif
 #ifndef WAIT_FOR_SCORES
 #define WAIT_FOR_SCORES()
+#define ADMIT_NEXT()
 #endif
 
 extern __shared__ int4 shared_memory[];
@@ -473,9 +475,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     for (int i = threadIdx.x; i < WORDS; i += THREADS) s.sure_bits[i] = s.tie_bits[i] = 0;
   }
   if (threadIdx.x == 0) s.held = s.few_count = 0;
-  // Everything above was written before the scorer let this kernel in. The next one is let in by
-  // this one's end alone: its blocks would share the multiprocessors that these do not fill.
+  // Everything above was written before the scorer let this kernel in.
   WAIT_FOR_SCORES();
+  if (given.admit_next) {
+    ADMIT_NEXT();
+  }
   if (stored - first <= TOP_K) {
     for (int i = threadIdx.x; i < TOP_K; i += THREADS) {
       out[i] = i < visible - first ? first + i : -1;

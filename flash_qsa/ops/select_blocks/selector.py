@@ -21,7 +21,7 @@ MIN_CAPABILITY = (8, 0)
 """The first with reductions over a warp in one instruction."""
 
 select_cuda = nvrtc.Kernel(
-    Path(__file__).with_name("select.cu"), "select_blocks_cuda", __name__, "6P4q2i"
+    Path(__file__).with_name("select.cu"), "select_blocks_cuda", __name__, "6P4q3i"
 )
 
 

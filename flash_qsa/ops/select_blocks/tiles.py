@@ -243,6 +243,15 @@ def choose_select(
     return SelectTiles(group, units, slack, survivors, chunk, warps)
 
 
+def admits_next(rows: int, target: Target) -> bool:
+    """Whether a selection of so many rows, a block each, lets the next kernel start before it ends.
+
+    The next one's blocks then share the processors that the selection leaves free: no loss where
+    those are nearly all, and a start of the next kernel is saved.
+    """
+    return 8 * rows <= target.processors
+
+
 def _warps(held: int, few: bool) -> int:
     """Warps for `held` elements in registers: few rows want latency, many want throughput."""
     return min(16, max(4, held // (1024 if few else 2048)))
