@@ -25,15 +25,15 @@ def build(ids: torch.Tensor, positions: list[int], half: int, capacity: int = 20
     masks = torch.full((capacity, RATIO), -7, dtype=torch.int16)
     counts, shared = torch.zeros(2, 1, dtype=torch.int32).unbind(0)
     sections = torch.zeros(1, 2, dtype=torch.int32)
-    scratch = torch.zeros(2, 1, words, dtype=torch.int32)
+    bitmap = torch.full((2 if half else 1, words), -7, dtype=torch.int32)
     build_kernel[(1,)](
         ids,
         torch.tensor(positions),
         torch.zeros(rows, dtype=torch.int32),
         ids,
         PAGES,
-        *scratch.unbind(0),
-        torch.zeros(1, capacity, dtype=torch.int64),
+        bitmap,
+        torch.full((1, words), -7),
         cells,
         masks,
         counts,
@@ -57,7 +57,6 @@ def build(ids: torch.Tensor, positions: list[int], half: int, capacity: int = 20
         BLOCK_R=8,
         BLOCK_K=8,
         BLOCK_W=4,
-        BLOCK_E=8,
         PAD=PAD,
         HALF=half,
         HAS_BASE=False,

@@ -2,18 +2,19 @@
 
 A tile's list holds cells: a cell is one block, named by its first token's physical place (page ·
 unit_page + offset · unit_token), with one 16-bit mask a token that says which rows of the tile
-attend it. The rows' open
-groups come first, then the selected blocks, ascending. An open group may hold tokens that nobody
-attends and that were never written, so the first step must be loaded under its masks. The list is
-padded to whole steps (PAD cells) with a selected block and masks of zero, so the other steps can be
-loaded without.
+attend it. The rows' open groups come first, then the selected blocks, ascending. An open group may
+hold tokens that nobody attends and that were never written, so the first step must be loaded under
+its masks. The list is padded to whole steps (PAD cells) with a selected block and masks of zero, so
+the other steps can be loaded without.
 
 With HALF, a list comes in sections of whole steps: what only the tile's first HALF rows attend,
 what only the others do, the steps of both alternating; then what both attend; then open groups.
 
-Ranks come from a bitmap over the causal range: atomic OR commutes, so the list does not depend on
-the order in which threads run. A tile that spans requests, lacks a page or exceeds the capacity is
-left to the per-row schedule: `shared` is 0 for it.
+Ranks come from a bitmap over the causal range, one of each half: atomic OR commutes, so the list
+does not depend on the order in which threads run. With the ranks every row writes its blocks where
+they belong: rows that share a block write the same cell and OR their bits into its masks. A tile
+that spans requests, lacks a page or exceeds the capacity is left to the per-row schedule: `shared`
+is 0 for it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ import triton
 import triton.language as tl
 
 from flash_qsa.ops.direct import direct
+
+FIRST, SECOND = tl.constexpr(21), tl.constexpr(42)
+COUNT_MASK = tl.constexpr((1 << 21) - 1)
+"""Three counts of blocks share an int64, 21 bits each: 16 rows of 131,071 ids."""
 
 
 @triton.jit
@@ -40,30 +45,40 @@ def _section_slot(index, other_steps, WHICH: tl.constexpr, PAD: tl.constexpr):
 
 
 @triton.jit
-def _sides(entry, listed, HALF: tl.constexpr):
-    """Whether listed entries are attended by the first half alone, and by the second alone."""
-    low = (entry & ((1 << HALF) - 1)) != 0
-    high = ((entry & 0xFFFF) >> HALF) != 0
-    return tl.where(listed & low & (high == 0), 1, 0), tl.where(listed & high & (low == 0), 1, 0)
+def _counts(low, high, HALF: tl.constexpr):
+    """Blocks of bitmap words: of either half; with HALF, behind FIRST bits of the first alone, and
+    behind SECOND bits of the second alone."""
+    counts = _popcount(low | high).to(tl.int64)
+    if HALF > 0:
+        counts |= _popcount(low & ~high).to(tl.int64) << FIRST
+        counts |= _popcount(high & ~low).to(tl.int64) << SECOND
+    return counts
 
 
 @triton.jit
-def _pad_cells(
-    tile_cells, tile_masks, at, slot, end, filler, RATIO: tl.constexpr, PAD: tl.constexpr
-):
-    """Fills list positions `slot`, where at < end, with a cell that nobody attends."""
-    offs_c = tl.arange(0, RATIO)
-    tl.store(tile_cells + slot, tl.zeros([PAD], tl.int32) + filler, mask=at < end)
-    tl.store(
-        tile_masks + slot[:, None] * RATIO + offs_c[None, :],
-        tl.zeros([PAD, RATIO], tl.int16),
-        mask=(at < end)[:, None] & (offs_c >= 0)[None, :],
-    )
+def _count(counts, BEHIND: tl.constexpr):
+    return ((counts >> BEHIND) & COUNT_MASK).to(tl.int32)
+
+
+@triton.jit
+def _join(tile_masks, slot, member, wanted, RATIO: tl.constexpr):
+    """ORs `member` into the masks of a cell's tokens, as many at a time as a word holds."""
+    if RATIO >= 4:
+        words = tile_masks.to(tl.pointer_type(tl.int64)) + slot * (RATIO // 4)
+        for i in tl.static_range(RATIO // 4):
+            every = member.to(tl.int64) * 0x0001000100010001
+            tl.atomic_or(words + i, every, mask=wanted, sem="relaxed")
+    elif RATIO == 2:
+        words = tile_masks.to(tl.pointer_type(tl.int32)) + slot
+        tl.atomic_or(words, member * 0x00010001, mask=wanted, sem="relaxed")
+    else:
+        words = tile_masks.to(tl.pointer_type(tl.int32)) + slot // 2
+        tl.atomic_or(words, member << (16 * (slot % 2)), mask=wanted, sem="relaxed")
 
 
 @triton.jit
 def _locate(table, place, last, wanted, page_size):
-    """Physical cells of logical places, and 1 if any wanted one lacks a page up to `last`.
+    """Physical cells of logical places, and 1 for a wanted one that lacks a page up to `last`.
 
     table: a request's row of the page table, its columns, the cache's pages, and the units.
     """
@@ -72,7 +87,7 @@ def _locate(table, place, last, wanted, page_size):
     inside = wanted & (place >= 0) & (column < num_columns)
     page = tl.load(page_row + column, mask=inside, other=-1)
     found = (page >= 0) & (page < num_pages) & (last // page_size == column)
-    lost = tl.max(tl.where(wanted & (found == 0), 1, 0), 0)
+    lost = tl.where(wanted & (found == 0), 1, 0)
     return page * unit_page + (place - column * page_size) * unit_token, lost
 
 
@@ -95,8 +110,7 @@ def build_kernel(
     base_ptr,
     table_ptr,
     bitmap_ptr,
-    prefix_ptr,
-    packed_ptr,
+    ranks_ptr,
     cells_ptr,
     masks_ptr,
     counts_ptr,
@@ -122,7 +136,6 @@ def build_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_W: tl.constexpr,
-    BLOCK_E: tl.constexpr,
     PAD: tl.constexpr,
     HALF: tl.constexpr,
     HAS_BASE: tl.constexpr,
@@ -130,23 +143,21 @@ def build_kernel(
 ):
     """Grid [programs]; each loops over tiles with scratch of its own.
 
-    bitmap, prefix: int32 [programs, num_words]. packed: int64 [programs, capacity], id · 2^16 +
-    row mask. Outputs: cells int32 [tiles, capacity], masks int16 [tiles, capacity, C], counts and
-    shared int32 [tiles]; counts are whole multiples of PAD. sections: int32 [tiles, 2], steps of
-    the two leading sections, where HALF is not 0. PAGE: tokens of a page, or 0 where page_size says
-    it at run time.
+    bitmap: int32 [programs, 1 or with HALF 2, num_words]. ranks: int64 [programs, num_words], the
+    `_counts` before each word. Outputs: cells int32 [tiles, capacity], masks int16 [tiles,
+    capacity, C], counts and shared int32 [tiles]; counts are whole multiples of PAD. sections:
+    int32 [tiles, 2], steps of the two leading sections, where HALF is not 0. PAGE: tokens of a
+    page, or 0 where page_size says it at run time.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
     size = PAGE if PAGE > 0 else page_size
     program = tl.program_id(0)
-    bitmap = bitmap_ptr + program.to(tl.int64) * num_words
-    prefix = prefix_ptr + program.to(tl.int64) * num_words
-    packed = packed_ptr + program.to(tl.int64) * capacity
+    bitmap = bitmap_ptr + program.to(tl.int64) * num_words * (2 if HALF > 0 else 1)
+    ranks = ranks_ptr + program.to(tl.int64) * num_words
     offs_r = tl.arange(0, BLOCK_R)
     offs_k = tl.arange(0, BLOCK_K)
     offs_w = tl.arange(0, BLOCK_W)
-    offs_e = tl.arange(0, BLOCK_E)
     offs_c = tl.arange(0, RATIO)
 
     for turn in range((num_tiles - program + tl.num_programs(0) - 1) // tl.num_programs(0)):
@@ -177,6 +188,8 @@ def build_kernel(
         for start in range(0, words, BLOCK_W):
             at = start + offs_w
             tl.store(bitmap + at, tl.zeros([BLOCK_W], tl.int32), mask=at < words)
+            if HALF > 0:
+                tl.store(bitmap + num_words + at, tl.zeros([BLOCK_W], tl.int32), mask=at < words)
         tl.debug_barrier()
         for start in range(0, num_ids, BLOCK_K):
             column = start + offs_k
@@ -187,16 +200,22 @@ def build_kernel(
             )
             valid = (ids >= 0) & (ids < limit[:, None]) & ((ids >> 5) < words)
             safe = tl.where(valid, ids, 0)
-            tl.atomic_or(bitmap + (safe >> 5), 1 << (safe & 31), mask=valid, sem="relaxed")
+            word = safe >> 5
+            if HALF > 0:
+                word += tl.where(offs_r < HALF, 0, num_words)[:, None]
+            tl.atomic_or(bitmap + word, 1 << (safe & 31), mask=valid, sem="relaxed")
         tl.debug_barrier()
-        union = 0
+        counts = tl.zeros([], tl.int64)
         for start in range(0, words, BLOCK_W):
             at = start + offs_w
-            word = tl.load(bitmap + at, mask=at < words, other=0, cache_modifier=".cg")
-            ones = _popcount(word)
-            before = tl.cumsum(ones, 0) - ones
-            tl.store(prefix + at, union + before, mask=at < words)
-            union += tl.sum(ones, 0)
+            low = tl.load(bitmap + at, mask=at < words, other=0, cache_modifier=".cg")
+            high = tl.zeros_like(low)
+            if HALF > 0:
+                high_at = bitmap + num_words + at
+                high = tl.load(high_at, mask=at < words, other=0, cache_modifier=".cg")
+            own = _counts(low, high, HALF)
+            tl.store(ranks + at, counts + tl.cumsum(own, 0) - own, mask=at < words)
+            counts += tl.sum(own, 0)
 
         # Open groups: one cell for each, led by the first row that has it.
         group = (position + 1) // RATIO
@@ -206,16 +225,30 @@ def build_kernel(
         leads = open_row & (tl.max(tl.where(earlier, 1, 0), 1) == 0)
         tails = tl.sum(tl.where(leads, 1, 0), 0)
         # Each section ends with an incomplete step.
-        most = union + tails + (3 * PAD if HALF > 0 else PAD) - 1
+        most = _count(counts, 0) + tails + (3 * PAD if HALF > 0 else PAD) - 1
         # They must stay within the first step (the last two), whose loads are masked.
         most = tl.where(tails <= PAD, most, capacity + 1)
         fits = tl.where(alone, most, capacity + 1) <= capacity
-        union = tl.where(fits, union, 0)
+        counts = tl.where(fits, counts, 0)
+        union = _count(counts, 0)
+        first = _count(counts, FIRST)
+        second = _count(counts, SECOND)
+        first_steps = (first + PAD - 1) // PAD
+        second_steps = (second + PAD - 1) // PAD
+        # Without sections the open groups come first.
+        lead = (first_steps + second_steps) * PAD if HALF > 0 else tails
+        behind = lead + union - first - second
+        cells = behind + tails if HALF > 0 else behind
+        padded = tl.where(fits, (cells + PAD - 1) // PAD * PAD, 0)
 
-        for start in range(0, union, BLOCK_E):
-            at = start + offs_e
-            tl.store(packed + at, tl.zeros([BLOCK_E], tl.int64), mask=at < union)
+        tile_cells = cells_ptr + tl.cast(tile, tl.int64) * capacity
+        tile_masks = masks_ptr + tl.cast(tile, tl.int64) * capacity * RATIO
+        for start in range(0, padded * RATIO, BLOCK_W):
+            at = start + offs_w
+            tl.store(tile_masks + at, tl.zeros([BLOCK_W], tl.int16), mask=at < padded * RATIO)
         tl.debug_barrier()
+        lost = tl.zeros([BLOCK_R, BLOCK_K], tl.int32)
+        filler = tl.zeros([BLOCK_R, BLOCK_K], tl.int32)
         for start in range(0, tl.where(fits, num_ids, 0), BLOCK_K):
             column = start + offs_k
             ids = tl.load(
@@ -225,69 +258,38 @@ def build_kernel(
             )
             valid = (ids >= 0) & (ids < limit[:, None])
             safe = tl.where(valid, ids, 0)
-            word = tl.load(bitmap + (safe >> 5), mask=valid, other=0, cache_modifier=".cg")
-            before = tl.load(prefix + (safe >> 5), mask=valid, other=0, cache_modifier=".cg")
-            rank = before + _popcount(word & ((1 << (safe & 31)) - 1))
-            entry = (safe.to(tl.int64) << 16) | (1 << offs_r).to(tl.int64)[:, None]
-            tl.atomic_or(packed + rank, entry, mask=valid, sem="relaxed")
-        tl.debug_barrier()
-
-        first = 0
-        second = 0
-        if HALF > 0:
-            for start in range(0, union, BLOCK_E):
-                at = start + offs_e
-                entry = tl.load(packed + at, mask=at < union, other=0, cache_modifier=".cg")
-                in_first, in_second = _sides(entry, at < union, HALF)
-                first += tl.sum(in_first, 0)
-                second += tl.sum(in_second, 0)
-        first_steps = (first + PAD - 1) // PAD
-        second_steps = (second + PAD - 1) // PAD
-        # Without sections the open groups come first.
-        lead = (first_steps + second_steps) * PAD if HALF > 0 else tails
-        behind = lead + union - first - second
-        cells = behind + tails if HALF > 0 else behind
-        padded = (cells + PAD - 1) // PAD * PAD
-
-        tile_cells = cells_ptr + tl.cast(tile, tl.int64) * capacity
-        tile_masks = masks_ptr + tl.cast(tile, tl.int64) * capacity * RATIO
-        missing = 0
-        filler = 0
-        placed_first = 0
-        placed_second = 0
-        for start in range(0, union, BLOCK_E):
-            at = start + offs_e
-            listed = at < union
-            entry = tl.load(packed + at, mask=listed, other=0, cache_modifier=".cg")
-            place = (entry >> 16).to(tl.int32) * RATIO + base
-            cell, lost = _locate(table, place, place + RATIO - 1, listed, size)
-            missing = tl.maximum(missing, lost)
-            # a whole block, whose tokens may be read: an open group's may not
-            filler = tl.max(tl.where(listed, cell, 0), 0)
-            slot = lead + at
+            word = safe >> 5
+            below = (1 << (safe & 31)) - 1
+            rank = tl.load(ranks + word, mask=valid, other=0, cache_modifier=".cg")
+            low = tl.load(bitmap + word, mask=valid, other=0, cache_modifier=".cg")
+            high = tl.zeros_like(low)
             if HALF > 0:
-                in_first, in_second = _sides(entry, listed, HALF)
-                upto_first = placed_first + tl.cumsum(in_first, 0)
-                upto_second = placed_second + tl.cumsum(in_second, 0)
-                slot = lead + at - upto_first - upto_second
-                at_first = _section_slot(upto_first - 1, second_steps, 0, PAD)
-                at_second = _section_slot(upto_second - 1, first_steps, 1, PAD)
-                slot = tl.where(in_first == 1, at_first, slot)
-                slot = tl.where(in_second == 1, at_second, slot)
-                placed_first += tl.sum(in_first, 0)
-                placed_second += tl.sum(in_second, 0)
-            tl.store(tile_cells + slot, cell, mask=listed)
-            member = (entry & 0xFFFF).to(tl.int16)
-            tl.store(
-                tile_masks + slot[:, None] * RATIO + offs_c[None, :],
-                tl.broadcast_to(member[:, None], [BLOCK_E, RATIO]),
-                mask=listed[:, None] & (offs_c >= 0)[None, :],
-            )
+                high_at = bitmap + num_words + word
+                high = tl.load(high_at, mask=valid, other=0, cache_modifier=".cg")
+            rank += _counts(low & below, high & below, HALF)
+            slot = lead + _count(rank, 0)
+            if HALF > 0:
+                in_first = _count(rank, FIRST)
+                in_second = _count(rank, SECOND)
+                slot -= in_first + in_second
+                at_first = _section_slot(in_first, second_steps, 0, PAD)
+                at_second = _section_slot(in_second, first_steps, 1, PAD)
+                slot = tl.where((high & (below + 1)) == 0, at_first, slot)
+                slot = tl.where((low & (below + 1)) == 0, at_second, slot)
+            place = safe * RATIO + base
+            cell, missing = _locate(table, place, place + RATIO - 1, valid, size)
+            lost = tl.maximum(lost, missing)
+            # a whole block, whose tokens may be read: an open group's may not
+            filler = tl.maximum(filler, tl.where(valid, cell, 0))
+            tl.store(tile_cells + slot, cell, mask=valid)
+            _join(tile_masks, slot, (1 << offs_r)[:, None], valid, RATIO)
+        lost = tl.max(tl.max(lost, 1), 0)
+        filler = tl.max(tl.max(filler, 1), 0)
 
         placed = leads & (offs_r < tl.where(fits, BLOCK_R, 0))
         newest = tl.max(tl.where(same, position[None, :], -1), 1)
-        cell, lost = _locate(table, group * RATIO + base, newest + base, placed, size)
-        missing = tl.maximum(missing, lost)
+        cell, missing = _locate(table, group * RATIO + base, newest + base, placed, size)
+        lost = tl.maximum(lost, tl.max(missing, 0))
         at = (behind if HALF > 0 else 0) + tl.cumsum(tl.where(leads, 1, 0), 0) - 1
         tl.store(tile_cells + at, cell, mask=placed)
         # [leading row, attending row, token of the group]
@@ -302,17 +304,17 @@ def build_kernel(
         )
 
         offs_p = tl.arange(0, PAD)
-        end = tl.where(fits, padded, 0)
-        _pad_cells(tile_cells, tile_masks, cells + offs_p, cells + offs_p, end, filler, RATIO, PAD)
+        filler = tl.zeros([PAD], tl.int32) + filler
+        tl.store(tile_cells + cells + offs_p, filler, mask=cells + offs_p < padded)
         if HALF > 0:
             at = first + offs_p
             slot = _section_slot(at, second_steps, 0, PAD)
-            _pad_cells(tile_cells, tile_masks, at, slot, first_steps * PAD, filler, RATIO, PAD)
+            tl.store(tile_cells + slot, filler, mask=at < first_steps * PAD)
             at = second + offs_p
             slot = _section_slot(at, first_steps, 1, PAD)
-            _pad_cells(tile_cells, tile_masks, at, slot, second_steps * PAD, filler, RATIO, PAD)
+            tl.store(tile_cells + slot, filler, mask=at < second_steps * PAD)
             tl.store(sections_ptr + 2 * tile, first_steps)
             tl.store(sections_ptr + 2 * tile + 1, second_steps)
-        usable = tl.where(missing == 0, tl.where(fits, 1, 0), 0)
+        usable = tl.where(lost == 0, tl.where(fits, 1, 0), 0)
         tl.store(counts_ptr + tile, tl.where(usable == 1, padded, 0))
         tl.store(shared_ptr + tile, usable)

@@ -32,8 +32,8 @@ def launch_union(call: Call, segment: Segment, union: UnionTiles, rows: RowTiles
         return call.query.new_empty(shape, dtype=dtype)
 
     # a tensor each: allocating one takes the host less time than cutting it out of another
-    bitmap, prefix = (buffer(union.build_programs, words) for _ in range(2))
-    packed = buffer(union.build_programs, union.capacity, dtype=torch.int64)
+    bitmap = buffer(union.build_programs, 2 if union.half else 1, words)
+    ranks = buffer(union.build_programs, words, dtype=torch.int64)
     # a step more than the lists hold, because the Hopper schedule reads a step ahead
     listed = tiles * union.capacity + union.block_n
     cells = buffer(listed)
@@ -41,6 +41,7 @@ def launch_union(call: Call, segment: Segment, union: UnionTiles, rows: RowTiles
     counts, shared = buffer(tiles), buffer(tiles)
     sections = buffer(tiles, 2)
     unit_page, unit_token, unit = call.cell_units()
+    block, many = 4 * 32 * union.build_warps, tiles > call.target.processors
     build_kernel[(union.build_programs,)](
         call.block_ids,
         call.positions,
@@ -48,8 +49,7 @@ def launch_union(call: Call, segment: Segment, union: UnionTiles, rows: RowTiles
         call.or_dummy(call.token_base),
         call.page_table,
         bitmap,
-        prefix,
-        packed,
+        ranks,
         cells,
         masks,
         counts,
@@ -72,9 +72,8 @@ def launch_union(call: Call, segment: Segment, union: UnionTiles, rows: RowTiles
         PAGE=call.page,
         ROWS=union.rows,
         BLOCK_R=power_of_two(union.rows),
-        BLOCK_K=min(power_of_two(num_ids), 1024 // power_of_two(union.rows)),
-        BLOCK_W=min(power_of_two(words), 1024),
-        BLOCK_E=union.build_block,
+        BLOCK_K=min(power_of_two(num_ids), block // power_of_two(union.rows)),
+        BLOCK_W=min(power_of_two(words), block),
         PAD=union.block_n // call.ratio,
         HALF=union.half,
         HAS_BASE=call.token_base is not None,
@@ -83,7 +82,7 @@ def launch_union(call: Call, segment: Segment, union: UnionTiles, rows: RowTiles
         num_stages=1,
         **call.launch_options(),
         # Four programs a processor: the builder waits for memory most of the time.
-        **({"maxnreg": 64} if call.target.backend == "cuda" else {}),
+        **({"maxnreg": 64} if many and call.target.backend == "cuda" else {}),
     )
     partials = allocate_partials(call, segment, union.splits)
     if union.half:

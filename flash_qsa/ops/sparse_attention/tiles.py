@@ -158,8 +158,7 @@ class UnionTiles:
         rows: R, rows that share a list of blocks. block_m: rows of the matrix tile, at least R · G.
         fixed: probabilities relative to the first tile's maximum instead of a running one.
         capacity: blocks a list may hold; a tile that needs more goes to the per-row schedule.
-        build_programs, build_warps, build_block: launch of the list builder, and the listed blocks
-            that it handles at a time.
+        build_programs, build_warps: launch of the list builder.
         half: rows of each of the Hopper schedule's two consumers; 0 for the portable schedule.
         producer_regs: registers of a thread of the Hopper schedule's producer.
     """
@@ -176,7 +175,6 @@ class UnionTiles:
     build_warps: int
     half: int = 0
     producer_regs: int = 72
-    build_block: int = 512
 
 
 BLOCK_UNION = 64
@@ -246,7 +244,7 @@ def choose_union(
         fixed=precise_exponent,
         capacity=-(-capacity // 64) * 64,
         build_programs=min(tiles, 8 * target.processors),
-        build_warps=8,
+        build_warps=16 if tiles <= target.processors else 8,
     )
 
 
@@ -305,7 +303,7 @@ def choose_hopper(
         fixed=True,
         capacity=-(-capacity // BLOCK_UNION) * BLOCK_UNION,
         build_programs=min(tiles, 8 * target.processors),
-        build_warps=8,
+        build_warps=16 if tiles <= target.processors else 8,
         half=half,
         # a producer that converts FP8 holds more
         producer_regs=104 if kv_bytes == 1 else 72,
