@@ -57,6 +57,12 @@ DECODE = tuple(
     }.items()
     for context in contexts
 )
+OPEN_DECODE = tuple(
+    replace(_decode(batch, 32768), name=f"decode-b{batch}-32k-open", context=32767)
+    for batch in (1, 8, 32)
+)
+"""Three tokens of an open group, which three of four decode steps have, and `DECODE` has not."""
+
 DRAFT_VERIFY = tuple(
     _verify(batch, context, overlap)
     for overlap in (0.97, 0.0)
@@ -118,6 +124,7 @@ WORKLOADS = {
     workload.name: workload
     for workload in (
         *DECODE,
+        *OPEN_DECODE,
         *DRAFT_VERIFY,
         *PREFILL,
         *SHORT_PREFILL,

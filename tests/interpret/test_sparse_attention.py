@@ -125,11 +125,28 @@ def test_rows_of_one_tile_from_several_requests(schedule):
     check(case.poisoned(), SCHEDULES[schedule])
 
 
-def test_reused_selections_and_long_tails():
-    problem = make_problem([61], [4])
-    case = AttentionCase.of(problem, tail_start=torch.tensor([12, 56, 55, 61]))
-    check(case)
-    check(case, Tuning(rows={"splits": 2, "block_n": 16}))
+@pytest.mark.parametrize("page_size, ratio", [(16, 4), (16, 16), (10, 2), (16, 1)])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_reused_selections_and_long_tails(page_size, ratio, splits):
+    """Tails that are listed, too long for the list, or begin inside a cell."""
+    shape = Shape(page_size=page_size, ratio=ratio, top_k=4)
+    problem = make_problem([83], [7], shape)
+    case = AttentionCase.of(problem, tail_start=torch.tensor([0, 12, 76, 77, 67, 81, 90]))
+    check(case.poisoned(), Tuning(rows={"splits": splits, "block_n": 16}))
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("given", [False, True])
+def test_open_groups_of_every_length_on_pages_that_are_there_or_not(splits, given):
+    """The list ends with the open group's cells, of which the last is incomplete."""
+    shape = Shape(page_size=16, ratio=16, top_k=2)
+    problem = make_problem([47] * 3, [16] * 3, shape)
+    table = problem.plan.page_table.clone()
+    table[1, 2], table[2, 0] = -1, table.shape[0] * 1000
+    tail_start = ((problem.plan.positions + 1) // 16 * 16) if given else None
+    case = AttentionCase.of(problem, page_table=table, tail_start=tail_start)
+    for tuning in (Tuning(share=False, rows={"splits": splits, "block_n": 16}), DEFAULT):
+        check(case.poisoned(), tuning)
 
 
 @pytest.mark.parametrize("one_page", [False, True])

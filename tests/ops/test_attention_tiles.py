@@ -128,6 +128,15 @@ def test_a_hopper_tile_holds_its_rows_and_never_crosses_windows(group, ratio):
     assert choose_hopper(Segment(0, 40, 0), group, 2, 256, 512, 4, TARGETS["sm_90"]) is None
 
 
+def test_fp8_prefills_whose_rows_share_little_are_left_to_the_per_row_schedule():
+    def capacity(window, kv_bytes):
+        segment = Segment(0, 8192, window)
+        return choose_hopper(segment, 12, 2, 256, 512, 4, TARGETS["sm_90"], kv_bytes).capacity
+
+    assert capacity(0, 2) >= 10 * 512 > capacity(0, 1) >= 5 * 512
+    assert capacity(4, 1) == capacity(4, 2) >= 4 * 512
+
+
 def test_offsets_count_the_largest_power_of_two_in_the_strides():
     assert offset_unit((65536, 32768, 512, 1)) == 512
     assert offset_unit((65536 + 64, 1, 512, 1)) == 64

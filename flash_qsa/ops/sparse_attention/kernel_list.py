@@ -29,6 +29,8 @@ def list_cells(
     stride_v_s,
     num_ids,
     limit,
+    tail_start,
+    tail_cells,
     base,
     num_columns,
     num_pages,
@@ -39,16 +41,21 @@ def list_cells(
     SAME: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    """Writes the offsets of all readable cells of num_ids ids, in order; returns their number."""
+    """Writes the offsets of all readable cells of num_ids ids, in order, and of tail_cells cells
+    from tail_start on; returns their number."""
     PER_BLOCK: tl.constexpr = RATIO // WIDTH
+    of_blocks = num_ids * PER_BLOCK
     count = 0
-    for start in range(0, num_ids * PER_BLOCK, CHUNK):
+    for start in range(0, of_blocks + tail_cells, CHUNK):
         at = start + tl.arange(0, CHUNK)
-        ids = tl.load(ids_ptr + at // PER_BLOCK, mask=at < num_ids * PER_BLOCK, other=-1)
+        ids = tl.load(ids_ptr + at // PER_BLOCK, mask=at < of_blocks, other=-1)
         chosen = (ids >= 0) & (ids < limit)
-        place = tl.where(chosen, ids, 0) * RATIO + at % PER_BLOCK * WIDTH + base
+        behind = at - of_blocks
+        in_tail = (behind >= 0) & (behind < tail_cells)
+        place = tl.where(chosen, ids * RATIO + at % PER_BLOCK * WIDTH, 0)
+        place = tl.where(in_tail, tail_start + behind * WIDTH, place) + base
         page, token, found = find_tokens(
-            page_row_ptr, place, chosen, num_columns, num_pages, page_size
+            page_row_ptr, place, chosen | in_tail, num_columns, num_pages, page_size
         )
         ones = tl.where(found, 1, 0)
         rank = count + tl.cumsum(ones, 0) - ones

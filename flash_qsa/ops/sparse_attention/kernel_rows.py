@@ -2,10 +2,13 @@
 
 A program first lists the cells of its ids: a cell is WIDTH consecutive tokens of one page, a whole
 block or a single token where blocks may straddle pages; ids that are holes, not visible or without
-a page are left out. Then it attends the open group's tokens and the cells' tokens as one sequence.
-Keys and values of BLOCK_N tokens are gathered at a time and shared by the G query heads of the KV
-head, padded to 16 rows for the matrix units. Steps that hold tokens of the open group look their
-pages up and load under a mask; the others need no mask, because a list names readable cells only.
+a page are left out, and the open group's cells follow in the last split. Then it attends the cells'
+tokens as one sequence. Keys and values of BLOCK_N tokens are gathered at a time and shared by the G
+query heads of the KV head, padded to 16 rows for the matrix units. No load needs a mask, because a
+list names readable cells only.
+
+The list has room for the last ROOM tokens of an open part that the caller makes longer. What comes
+before them, or all of it where its start is none of a cell, is attended ahead of the list.
 
 With one split the program writes the gated output; otherwise FP32 partials for `kernel_merge`.
 Reads K and V of each attended token once a row: 2 · D elements a token and KV head.
@@ -167,6 +170,7 @@ def rows_kernel(
     FP8_BYTES: tl.constexpr,
     WORDS: tl.constexpr,
     HAS_TAIL: tl.constexpr,
+    ROOM: tl.constexpr,
     HAS_BASE: tl.constexpr,
     HAS_GATE: tl.constexpr,
     HAS_LSE: tl.constexpr,
@@ -253,6 +257,18 @@ def rows_kernel(
         q_at = row * stride_q_t + heads[:, None] * stride_q_h + offs_d[None, :]
         q = tl.load(q_ptr + q_at, mask=mask_m[:, None] & mask_d[None, :], other=0.0)
 
+        tail = tl.maximum(position + 1 - tail_start, 0)
+        tail = tl.where(split == splits - 1, tail, 0)
+        loose = 0
+        if HAS_TAIL:
+            loose = (tl.maximum(tail - ROOM, 0) + WIDTH - 1) // WIDTH * WIDTH
+            loose = tl.where(tail_start % WIDTH == 0, loose, tail)
+        tail_cells = (tail - loose + WIDTH - 1) // WIDTH
+        # The last cell holds this row's own token, and perhaps unwritten ones behind it.
+        unused = tail_cells * WIDTH - (tail - loose)
+        _, _, listed = find_tokens(
+            page_row, position + base, tail_cells > 0, num_columns, num_pages, size
+        )
         first_id = split * ids_per_split
         if MANY:
             tl.debug_barrier()
@@ -265,8 +281,10 @@ def rows_kernel(
             stride_k_s,
             stride_v_p,
             stride_v_s,
-            tl.minimum(first_id + ids_per_split, num_ids) - first_id,
+            tl.maximum(tl.minimum(first_id + ids_per_split, num_ids) - first_id, 0),
             tl.minimum(tail_start, position + 1) // RATIO,
+            tail_start + loose,
+            tail_cells,
             base,
             num_columns,
             num_pages,
@@ -281,12 +299,6 @@ def rows_kernel(
         # Always true: the query is waited for here, and not before the list is begun.
         q, row_scale = fit_query(tl.where(cells >= 0, q, 0.0), log2_scale, COMPUTE, NARROW)
 
-        # The sequence: the open group (in the last split), then the cells' tokens.
-        tail = tl.maximum(position + 1 - tail_start, 0)
-        tail = tl.where(split == splits - 1, tail, 0)
-        total_tokens = tail + cells * WIDTH
-        masked_end = (tail + BLOCK_N - 1) // BLOCK_N * BLOCK_N
-        last_cell = tl.maximum(cells - 1, 0)
         if WORDS:
             quarter = tl.zeros([BLOCK_M, BLOCK_D // 4], tl.float32)
             acc = (quarter, quarter, quarter, quarter)
@@ -295,33 +307,27 @@ def rows_kernel(
         # Sums stay apart by token lane until the end: no reduction in the loop.
         lanes = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         peak = tl.full([BLOCK_M], LOWEST, tl.float32)
-        for start in tl.range(0, tl.minimum(masked_end, total_tokens), BLOCK_N, num_stages=1):
-            at = start + offs_n
-            page, token, found = find_tokens(
-                page_row, tail_start + at + base, at < tail, num_columns, num_pages, size
-            )
-            behind = tl.maximum(at - tail, 0)
-            listed = (at >= tail) & (at < total_tokens)
-            k_cell = tl.load(k_list + behind // WIDTH, mask=listed, other=0).to(tl.int64) * ALIGN
-            v_cell = k_cell
-            if not SAME:
-                v_cell = tl.load(v_list + behind // WIDTH, mask=listed, other=0)
-                v_cell = v_cell.to(tl.int64) * ALIGN
-            step_k = (behind % WIDTH).to(tl.int64) * stride_k_s
-            step_v = (behind % WIDTH).to(tl.int64) * stride_v_s
-            k_at = tl.where(listed, k_cell + step_k, page * stride_k_p + token * stride_k_s)
-            v_at = tl.where(listed, v_cell + step_v, page * stride_v_p + token * stride_v_s)
-            acc, lanes, peak = _step(
-                q, k_head + k_at[:, None], v_head + v_at[:, None], listed | found, acc, lanes,
-                peak, row_scale, DIM, BLOCK_D, COMPUTE, PROBABILITY, FP8_BYTES, WORDS, MARGIN, True,
-            )  # fmt: skip
-        for start in range(masked_end, total_tokens, BLOCK_N):
-            behind = start - tail + offs_n
-            cell = tl.minimum(behind >> SHIFT, last_cell)
-            k_cell = tl.load(k_list + cell).to(tl.int64) * ALIGN
-            v_cell = k_cell if SAME else tl.load(v_list + cell).to(tl.int64) * ALIGN
-            k_at = k_cell + (behind & (WIDTH - 1)) * stride_k_s
-            v_at = v_cell + (behind & (WIDTH - 1)) * stride_v_s
+        if HAS_TAIL:
+            for start in tl.range(0, loose, BLOCK_N, num_stages=1):
+                at = start + offs_n
+                page, token, found = find_tokens(
+                    page_row, tail_start + at + base, at < loose, num_columns, num_pages, size
+                )
+                k_at = page * stride_k_p + token * stride_k_s
+                v_at = page * stride_v_p + token * stride_v_s
+                acc, lanes, peak = _step(
+                    q, k_head + k_at[:, None], v_head + v_at[:, None], found, acc, lanes, peak,
+                    row_scale, DIM, BLOCK_D, COMPUTE, PROBABILITY, FP8_BYTES, WORDS, MARGIN, True,
+                )  # fmt: skip
+        total_tokens = cells * WIDTH - tl.where(listed, unused, 0)
+        last_token = tl.maximum(total_tokens - 1, 0)
+        for start in range(0, total_tokens, BLOCK_N):
+            # Lanes behind the end read its last token again.
+            at = tl.minimum(start + offs_n, last_token)
+            k_cell = tl.load(k_list + (at >> SHIFT)).to(tl.int64) * ALIGN
+            v_cell = k_cell if SAME else tl.load(v_list + (at >> SHIFT)).to(tl.int64) * ALIGN
+            k_at = k_cell + (at & (WIDTH - 1)) * stride_k_s
+            v_at = v_cell + (at & (WIDTH - 1)) * stride_v_s
             acc, lanes, peak = _step(
                 q, k_head + k_at[:, None], v_head + v_at[:, None], start + offs_n < total_tokens,
                 acc, lanes, peak, row_scale, DIM, BLOCK_D, COMPUTE, PROBABILITY, FP8_BYTES, WORDS,

@@ -66,8 +66,10 @@ def launch_rows(
     width, same, align, integers = cell_layout(
         pages, page_size, call.ratio, based, strides[2:5], strides[5:]
     )
+    room = call.ratio * (1 if call.tail_start is None else choices.LISTED_TAIL_GROUPS)
+    entries = (rows.ids_per_split * call.ratio + room) // width
     # one class of numbers for the compiler, which tells multiples of 16 from others
-    list_size = max(-(-rows.ids_per_split * call.ratio // (16 * width)) * 16, 16)
+    list_size = -(-entries // 16) * 16
     count = tiles * kv_heads * rows.splits * list_size * (1 if same else 2)
     lists = call.query.new_empty(count, dtype=integers)
     rows_kernel[(tiles, kv_heads, rows.splits)](
@@ -110,7 +112,7 @@ def launch_rows(
         BLOCK_M=max(16, power_of_two(heads // kv_heads)),
         BLOCK_N=rows.block_n,
         BLOCK_D=max(16, power_of_two(dim)),
-        CHUNK=64 if list_size <= 64 else 256 if list_size <= 256 else 1024,
+        CHUNK=max(64, min(power_of_two(entries), 1024)),
         MANY=rows_per_program > 1,
         SPLIT=rows.splits > 1,
         SAME=same,
@@ -120,6 +122,7 @@ def launch_rows(
         FP8_BYTES=call.fp8_bytes,
         WORDS=align == 16 and call.words_fit(),
         HAS_TAIL=call.tail_start is not None,
+        ROOM=room,
         HAS_BASE=based,
         HAS_GATE=call.gate is not None,
         HAS_LSE=call.lse is not None,

@@ -13,6 +13,10 @@ from flash_qsa.targets import Target, power_of_two
 SPLIT_TOKENS = 256
 """Tokens of a split in deterministic mode, whatever the batch."""
 
+LISTED_TAIL_GROUPS = 4
+"""Groups of an open part that the caller makes longer which the per-row schedule lists: enough for
+a draft window's reused selection. Longer parts take more time."""
+
 MAX_SPLITS = 128
 MAX_SHARED = 1 << 30
 MARGIN = 2 << 10
@@ -76,31 +80,34 @@ def choose_rows(
         block_n = 16
         splits = min(target.processors // programs, -(-tokens // 32))
     elif segment.rows_per_request > 1 and programs <= target.processors:
-        # A draft window's rows find each other's tokens in the cache: many small programs.
-        num_stages, num_warps = 3, 2
-        splits = min(4 * target.processors // programs, -(-tokens // 64))
+        # A draft window's rows find each other's tokens in the cache: no need to load far ahead.
+        num_stages, waves = 3, 2
+        if packed:
+            num_warps, waves = 2, 4
+        else:
+            block_n = 64
+        splits = min(waves * target.processors // programs, -(-tokens // 64))
     elif 4 * programs <= target.processors:
-        # Two programs a processor of small steps: one waits for memory while the other computes.
-        if not packed:
-            block_n, num_warps = 16, 2
-        splits = min(2 * target.processors // programs, -(-tokens // 32))
+        splits = min(slots // programs, -(-tokens // 32))
     else:
         splits = even_splits(programs, slots, -(-tokens // 64))
         if packed:
             block_n = 64
         elif programs * splits <= target.processors:
-            num_stages = 7
+            block_n, num_warps = 64, 8
         if programs > 8 * target.processors:
             # Prefills without row unions: many small programs of a processor hide their waits.
-            block_n, num_stages, num_warps = 32, 3, 2
+            wide = packed and target.shared_memory > (200 << 10)
+            block_n, num_stages, num_warps = 64 if wide else 32, 3, 2
     # Without matrix units (FP32; Turing, for which Triton has none) large tiles spill registers.
     if compute_bytes > 2 or not target.has_bf16:
         block_n, num_warps = 16, 4
     if target.backend == "hip":
         num_stages = 1  # its buffers grow faster with stages than its shared memory allows
     sizes = (kv_bytes, compute_bytes, target)
-    # Two programs of long loops should fit a processor, one program always must.
-    roomy = target.shared_memory // 2 if not deterministic and splits <= 1 else MAX_SHARED
+    # Two programs of long loops should fit a processor where there are so many; one always must.
+    many = programs > target.processors and splits <= 1 and not deterministic
+    roomy = target.shared_memory // 2 if many else MAX_SHARED
     while row_shared_bytes(dim, block_n, num_stages, *sizes) > min(
         roomy, target.shared_memory - MARGIN
     ):
@@ -278,7 +285,9 @@ def choose_hopper(
     """Tiles of the Hopper row-union schedule for prefills and many draft windows, or None.
 
     Its halves take as many rows as a 64-row wgmma tile holds, at most half of a 16-bit mask. Lists
-    have room for every row's own blocks: it is faster than the per-row schedule even there.
+    have room for every row's own blocks: it is faster than the per-row schedule even there. FP8 has
+    one producer that converts for all: where a prefill's rows share less than half of their blocks
+    the per-row schedule, whose warps all convert, is faster.
     """
     half = min(64 // group, MAX_SHARE // 2)
     window = segment.rows_per_request
@@ -292,7 +301,8 @@ def choose_hopper(
         return None
     steps = num_ids * ratio // BLOCK_UNION
     splits = max(1, min(target.processors // (tiles * kv_heads), steps // 4))
-    capacity = rows * num_ids + rows + 3 * BLOCK_UNION
+    most = rows * num_ids // (2 if kv_bytes == 1 and not window else 1)
+    capacity = most + rows + 3 * BLOCK_UNION
     return UnionTiles(
         rows=rows,
         block_m=64,
