@@ -50,6 +50,8 @@ def interleaved(
 ) -> dict[str, Times]:
     """Times every implementation `repeats` times, taking turns, after one warm-up round.
 
+    Every other round is in reverse order, so that none always follows the same one, whose caches
+    and clock it finds.
     Slow ones are timed less often: no round begins after MAX_SECONDS, once there are MIN_ROUNDS.
 
     On a CUDA device events give the time, and the host is not measured: the stream spins until a
@@ -77,8 +79,8 @@ def interleaved(
     for turn in range(repeats):
         if turn >= MIN_ROUNDS and time.perf_counter() - began > MAX_SECONDS:
             break
-        for name, timer in timers.items():
-            samples[name].append(timer.turn())
+        for name in list(timers)[:: -1 if turn % 2 else 1]:
+            samples[name].append(timers[name].turn())
     return {name: Times.of(values, timers[name].host) for name, values in samples.items()}
 
 
