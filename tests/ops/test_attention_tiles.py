@@ -90,8 +90,8 @@ def test_segments_follow_the_plan_and_cover_all_rows():
     assert segments(100, 3, -1, 0, 0) == [Segment(0, 100, 0)]
 
 
-def union(segment, *, group=12, dim=256, ratio=4, compute=2, target="sm_90"):
-    return choose_union(segment, group, 2, dim, 512, ratio, compute, True, TARGETS[target])
+def union(segment, *, group=12, dim=256, ids=512, ratio=4, compute=2, target="sm_90"):
+    return choose_union(segment, group, 2, dim, ids, ratio, compute, True, TARGETS[target])
 
 
 def test_unions_share_rows_where_that_can_pay():
@@ -99,7 +99,8 @@ def test_unions_share_rows_where_that_can_pay():
     assert union(Segment(0, 32, 4)) is None and union(Segment(0, 128, 4)).rows == 4
     assert union(Segment(0, 8192, 0)).rows == 5
     assert union(Segment(0, 8192, 0), group=6).rows <= 16
-    for refused in ({"ratio": 3}, {"dim": 96}, {"compute": 4}, {"target": "sm_75"}):
+    too_many = {"ids": 1 << 17}
+    for refused in ({"ratio": 3}, {"dim": 96}, {"compute": 4}, {"target": "sm_75"}, too_many):
         assert union(Segment(0, 8192, 0), **refused) is None
 
 

@@ -190,6 +190,9 @@ BLOCK_UNION = 64
 MAX_SHARE = 16
 """Rows that a 16-bit mask can tell apart."""
 
+MAX_IDS = (1 << 17) - 1
+"""Ids of a row in a union: those of MAX_SHARE rows are counted in 21 bits."""
+
 
 def segments(
     rows: int, requests: int, num_decode_tokens: int, decode_query_len: int, max_query_len: int
@@ -223,7 +226,7 @@ def choose_union(
     Args:
         group: G. precise_exponent: probabilities keep FP32's exponent range (BF16, FP32).
     """
-    if ratio & (ratio - 1) or ratio > MAX_SHARE or dim & (dim - 1) or num_ids == 0:
+    if ratio & (ratio - 1) or ratio > MAX_SHARE or dim & (dim - 1) or not 0 < num_ids <= MAX_IDS:
         return None
     if compute_bytes != 2 or not target.has_bf16 or segment.rows_per_request == 1:
         return None
@@ -294,7 +297,7 @@ def choose_hopper(
     if window and window % 2 == 0:
         half = min(half, window // 2)
     rows = 2 * half
-    if dim not in (128, 256) or half < 2 or ratio % 2 or 64 % ratio or num_ids == 0:
+    if dim not in (128, 256) or half < 2 or ratio % 2 or 64 % ratio or not 0 < num_ids <= MAX_IDS:
         return None
     tiles = -(-(segment.end_row - segment.first_row) // rows)
     if (window and window != rows) or 4 * tiles * kv_heads < target.processors:
