@@ -112,7 +112,7 @@ def launch_rows(
         BLOCK_M=max(16, power_of_two(heads // kv_heads)),
         BLOCK_N=rows.block_n,
         BLOCK_D=max(16, power_of_two(dim)),
-        CHUNK=max(64, min(power_of_two(entries), 1024)),
+        CHUNK=128 if entries <= 128 else 256 if entries <= 256 else 1024,
         MANY=rows_per_program > 1,
         SPLIT=rows.splits > 1,
         SAME=same,
