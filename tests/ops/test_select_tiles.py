@@ -97,3 +97,9 @@ def test_selection_blocks_in_cuda_hold_their_rows_and_fit(target, top_k):
                 assert chosen.units <= 32 * chosen.threads and 64 <= chosen.threads <= 1024
                 assert chosen.threads & (chosen.threads - 1) == 0
                 assert chosen.shared_bytes(top_k) + (2 << 10) <= TARGETS[target].shared_memory
+
+
+def test_few_rows_let_the_next_kernel_start_early_and_fewer_over_fp8_keys():
+    target = TARGETS["sm_90"]
+    assert [tiles.admits_next(rows, False, target) for rows in (1, 16, 17, 8192)] == [1, 1, 0, 0]
+    assert [tiles.admits_next(rows, True, target) for rows in (1, 2, 3, 16)] == [1, 1, 0, 0]

@@ -71,7 +71,7 @@ def launch(
         query, cache, page_table, request_ids, visible_blocks, first_block, out, width, page, target
     )
     step.pdl &= tuning.get("pdl", True)
-    step.admit_next = tuning.get("admit_next", tiles.admits_next(rows, target))
+    step.admit_next = tuning.get("admit_next", tiles.admits_next(rows, step.e4m3 > 0, target))
     step.select_options = tuning.get("select_options", {})
     if width <= top_k:
         step.select(tiles.choose_select(rows, width, top_k, target), 0, rows, None)

@@ -243,13 +243,14 @@ def choose_select(
     return SelectTiles(group, units, slack, survivors, chunk, warps)
 
 
-def admits_next(rows: int, target: Target) -> bool:
+def admits_next(rows: int, fp8: bool, target: Target) -> bool:
     """Whether a selection of so many rows, a block each, lets the next kernel start before it ends.
 
     The next one's blocks then share the processors that the selection leaves free: no loss where
-    those are nearly all, and a start of the next kernel is saved.
+    those are nearly all, and a start of the next kernel is saved. Behind the scorer of FP8 keys,
+    which takes other programs, the same blocks lie unevenly already for eight rows.
     """
-    return 8 * rows <= target.processors
+    return (64 if fp8 else 8) * rows <= target.processors
 
 
 def _warps(held: int, few: bool) -> int:
