@@ -14,14 +14,12 @@ import pytest
 from flash_qsa.ops.sparse_attention.tiles import (
     Segment,
     cell_width,
-    choose_hopper,
     choose_rows,
-    choose_union,
     even_splits,
-    offset_unit,
     row_shared_bytes,
     segments,
 )
+from flash_qsa.ops.sparse_attention.tiles_union import choose_hopper, choose_union, offset_unit
 from flash_qsa.targets import TARGETS
 
 

@@ -11,7 +11,7 @@ from flash_qsa import dispatch
 from flash_qsa.checks import E4M3_DTYPES, Scale
 from flash_qsa.ops.direct import launches_early
 from flash_qsa.ops.paging import constant_page
-from flash_qsa.ops.sparse_attention.tiles import cell_units
+from flash_qsa.ops.sparse_attention.tiles_union import cell_units
 from flash_qsa.plan import BatchPlan
 from flash_qsa.targets import Target, device_target, power_of_two
 
@@ -65,7 +65,7 @@ class Call(NamedTuple):
         )
 
     def cell_units(self) -> tuple[int, int, int]:
-        """Of the row unions' lists, see `tiles.cell_units`."""
+        """Of the row unions' lists, see `tiles_union.cell_units`."""
         pages, _, page_size, _ = self.keys.shape
         return cell_units(pages, page_size, self.keys.stride(), self.values.stride())
 

@@ -18,7 +18,8 @@ from flash_qsa.ops.sparse_attention import tiles as choices
 from flash_qsa.ops.sparse_attention.call import Call
 from flash_qsa.ops.sparse_attention.launch_rows import allocate_partials, launch_merge, launch_rows
 from flash_qsa.ops.sparse_attention.launch_union import launch_union
-from flash_qsa.ops.sparse_attention.tiles import RowTiles, Segment, UnionTiles
+from flash_qsa.ops.sparse_attention.tiles import RowTiles, Segment
+from flash_qsa.ops.sparse_attention.tiles_union import UnionTiles, choose_hopper, choose_union
 from flash_qsa.plan import BatchPlan
 from flash_qsa.targets import Target
 
@@ -52,7 +53,7 @@ class Numbers(NamedTuple):
     """All that schedules depend on.
 
     rows, num_requests, num_decode_tokens, decode_query_len, max_query_len: as `tiles.segments`
-    takes them; the others as `tiles.choose_rows` and `tiles.choose_union` do. may_share, hopper:
+    takes them; the others as `tiles.choose_rows` and `tiles_union.choose_union` do. may_share, hopper:
     whether the row-union schedules, and the sm_90 one, can take the call's tensors.
     """
 
@@ -201,12 +202,12 @@ def _choose_union(n: Numbers, segment: Segment, tuning: Tuning) -> UnionTiles | 
     if not n.may_share or tuning.share is False:
         return None
     if tuning.hopper is not False and n.hopper:
-        hopper = choices.choose_hopper(
+        hopper = choose_hopper(
             segment, n.group, n.kv_heads, n.dim, n.num_ids, n.ratio, n.target, n.kv_bytes
         )
         if hopper is not None:
             return replace(hopper, **tuning.hopper) if tuning.hopper is not True else hopper
-    union = choices.choose_union(
+    union = choose_union(
         segment,
         n.group,
         n.kv_heads,

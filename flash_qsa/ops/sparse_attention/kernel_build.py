@@ -23,72 +23,15 @@ import triton
 import triton.language as tl
 
 from flash_qsa.ops.direct import direct
-
-FIRST, SECOND = tl.constexpr(21), tl.constexpr(42)
-COUNT_MASK = tl.constexpr((1 << 21) - 1)
-"""Three counts of blocks share an int64, 21 bits each: 16 rows of 131,071 ids."""
-
-
-@triton.jit
-def _popcount(words):
-    words = words - ((words >> 1) & 0x55555555)
-    words = (words & 0x33333333) + ((words >> 2) & 0x33333333)
-    words = (words + (words >> 4)) & 0x0F0F0F0F
-    return (words * 0x01010101) >> 24
-
-
-@triton.jit
-def _section_slot(index, other_steps, WHICH: tl.constexpr, PAD: tl.constexpr):
-    """List position of the index-th cell of section WHICH: its steps alternate with the other's."""
-    step = index // PAD
-    return tl.where(step < other_steps, 2 * step + WHICH, other_steps + step) * PAD + index % PAD
-
-
-@triton.jit
-def _counts(low, high, HALF: tl.constexpr):
-    """Blocks of bitmap words: of either half; with HALF, behind FIRST bits of the first alone, and
-    behind SECOND bits of the second alone."""
-    counts = _popcount(low | high).to(tl.int64)
-    if HALF > 0:
-        counts |= _popcount(low & ~high).to(tl.int64) << FIRST
-        counts |= _popcount(high & ~low).to(tl.int64) << SECOND
-    return counts
-
-
-@triton.jit
-def _count(counts, BEHIND: tl.constexpr):
-    return ((counts >> BEHIND) & COUNT_MASK).to(tl.int32)
-
-
-@triton.jit
-def _join(tile_masks, slot, member, wanted, RATIO: tl.constexpr):
-    """ORs `member` into the masks of a cell's tokens, as many at a time as a word holds."""
-    if RATIO >= 4:
-        words = tile_masks.to(tl.pointer_type(tl.int64)) + slot * (RATIO // 4)
-        for i in tl.static_range(RATIO // 4):
-            every = member.to(tl.int64) * 0x0001000100010001
-            tl.atomic_or(words + i, every, mask=wanted, sem="relaxed")
-    elif RATIO == 2:
-        words = tile_masks.to(tl.pointer_type(tl.int32)) + slot
-        tl.atomic_or(words, member * 0x00010001, mask=wanted, sem="relaxed")
-    else:
-        words = tile_masks.to(tl.pointer_type(tl.int32)) + slot // 2
-        tl.atomic_or(words, member << (16 * (slot % 2)), mask=wanted, sem="relaxed")
-
-
-@triton.jit
-def _locate(table, place, last, wanted, page_size):
-    """Physical cells of logical places, and 1 for a wanted one that lacks a page up to `last`.
-
-    table: a request's row of the page table, its columns, the cache's pages, and the units.
-    """
-    page_row, num_columns, num_pages, unit_page, unit_token = table
-    column = place // page_size
-    inside = wanted & (place >= 0) & (column < num_columns)
-    page = tl.load(page_row + column, mask=inside, other=-1)
-    found = (page >= 0) & (page < num_pages) & (last // page_size == column)
-    lost = tl.where(wanted & (found == 0), 1, 0)
-    return page * unit_page + (place - column * page_size) * unit_token, lost
+from flash_qsa.ops.sparse_attention.kernel_build_ranks import (
+    FIRST,
+    SECOND,
+    count_in,
+    counts_of,
+    join_masks,
+    locate,
+    section_slot,
+)
 
 
 @direct
@@ -144,7 +87,7 @@ def build_kernel(
     """Grid [programs]; each loops over tiles with scratch of its own.
 
     bitmap: int32 [programs, 1 or with HALF 2, num_words]. ranks: int64 [programs, num_words], the
-    `_counts` before each word. Outputs: cells int32 [tiles, capacity], masks int16 [tiles,
+    `counts_of` before each word. Outputs: cells int32 [tiles, capacity], masks int16 [tiles,
     capacity, C], counts and shared int32 [tiles]; counts are whole multiples of PAD. sections:
     int32 [tiles, 2], steps of the two leading sections, where HALF is not 0. PAGE: tokens of a
     page, or 0 where page_size says it at run time.
@@ -213,7 +156,7 @@ def build_kernel(
             if HALF > 0:
                 high_at = bitmap + num_words + at
                 high = tl.load(high_at, mask=at < words, other=0, cache_modifier=".cg")
-            own = _counts(low, high, HALF)
+            own = counts_of(low, high, HALF)
             tl.store(ranks + at, counts + tl.cumsum(own, 0) - own, mask=at < words)
             counts += tl.sum(own, 0)
 
@@ -225,14 +168,14 @@ def build_kernel(
         leads = open_row & (tl.max(tl.where(earlier, 1, 0), 1) == 0)
         tails = tl.sum(tl.where(leads, 1, 0), 0)
         # Each section ends with an incomplete step.
-        most = _count(counts, 0) + tails + (3 * PAD if HALF > 0 else PAD) - 1
+        most = count_in(counts, 0) + tails + (3 * PAD if HALF > 0 else PAD) - 1
         # They must stay within the first step (the last two), whose loads are masked.
         most = tl.where(tails <= PAD, most, capacity + 1)
         fits = tl.where(alone, most, capacity + 1) <= capacity
         counts = tl.where(fits, counts, 0)
-        union = _count(counts, 0)
-        first = _count(counts, FIRST)
-        second = _count(counts, SECOND)
+        union = count_in(counts, 0)
+        first = count_in(counts, FIRST)
+        second = count_in(counts, SECOND)
         first_steps = (first + PAD - 1) // PAD
         second_steps = (second + PAD - 1) // PAD
         # Without sections the open groups come first.
@@ -266,29 +209,29 @@ def build_kernel(
             if HALF > 0:
                 high_at = bitmap + num_words + word
                 high = tl.load(high_at, mask=valid, other=0, cache_modifier=".cg")
-            rank += _counts(low & below, high & below, HALF)
-            slot = lead + _count(rank, 0)
+            rank += counts_of(low & below, high & below, HALF)
+            slot = lead + count_in(rank, 0)
             if HALF > 0:
-                in_first = _count(rank, FIRST)
-                in_second = _count(rank, SECOND)
+                in_first = count_in(rank, FIRST)
+                in_second = count_in(rank, SECOND)
                 slot -= in_first + in_second
-                at_first = _section_slot(in_first, second_steps, 0, PAD)
-                at_second = _section_slot(in_second, first_steps, 1, PAD)
+                at_first = section_slot(in_first, second_steps, 0, PAD)
+                at_second = section_slot(in_second, first_steps, 1, PAD)
                 slot = tl.where((high & (below + 1)) == 0, at_first, slot)
                 slot = tl.where((low & (below + 1)) == 0, at_second, slot)
             place = safe * RATIO + base
-            cell, missing = _locate(table, place, place + RATIO - 1, valid, size)
+            cell, missing = locate(table, place, place + RATIO - 1, valid, size)
             lost = tl.maximum(lost, missing)
             # a whole block, whose tokens may be read: an open group's may not
             filler = tl.maximum(filler, tl.where(valid, cell, 0))
             tl.store(tile_cells + slot, cell, mask=valid)
-            _join(tile_masks, slot, (1 << offs_r)[:, None], valid, RATIO)
+            join_masks(tile_masks, slot, (1 << offs_r)[:, None], valid, RATIO)
         lost = tl.max(tl.max(lost, 1), 0)
         filler = tl.max(tl.max(filler, 1), 0)
 
         placed = leads & (offs_r < tl.where(fits, BLOCK_R, 0))
         newest = tl.max(tl.where(same, position[None, :], -1), 1)
-        cell, missing = _locate(table, group * RATIO + base, newest + base, placed, size)
+        cell, missing = locate(table, group * RATIO + base, newest + base, placed, size)
         lost = tl.maximum(lost, tl.max(missing, 0))
         at = (behind if HALF > 0 else 0) + tl.cumsum(tl.where(leads, 1, 0), 0) - 1
         tl.store(tile_cells + at, cell, mask=placed)
@@ -308,10 +251,10 @@ def build_kernel(
         tl.store(tile_cells + cells + offs_p, filler, mask=cells + offs_p < padded)
         if HALF > 0:
             at = first + offs_p
-            slot = _section_slot(at, second_steps, 0, PAD)
+            slot = section_slot(at, second_steps, 0, PAD)
             tl.store(tile_cells + slot, filler, mask=at < first_steps * PAD)
             at = second + offs_p
-            slot = _section_slot(at, first_steps, 1, PAD)
+            slot = section_slot(at, first_steps, 1, PAD)
             tl.store(tile_cells + slot, filler, mask=at < second_steps * PAD)
             tl.store(sections_ptr + 2 * tile, first_steps)
             tl.store(sections_ptr + 2 * tile + 1, second_steps)

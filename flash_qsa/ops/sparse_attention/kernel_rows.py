@@ -21,77 +21,15 @@ import triton.language as tl
 
 from flash_qsa.ops.direct import direct
 from flash_qsa.ops.sparse_attention.kernel_list import find_tokens, list_cells
+from flash_qsa.ops.sparse_attention.kernel_rows_step import attend_step
 from flash_qsa.ops.sparse_attention.primitives import (
     HEADROOM,
     LOG2E,
     LOWEST,
-    as_compute,
-    byte_as_compute,
     fit_query,
-    product,
     read_scale,
     store_result,
 )
-
-
-@triton.jit
-def _weighted(acc, shrink, weights, v, at: tl.constexpr, COMPUTE: tl.constexpr, FP8_BYTES):
-    """acc · shrink + weights · (every fourth channel of V, from `at` on)."""
-    return acc * shrink + product(weights, byte_as_compute(v, at, COMPUTE, FP8_BYTES), COMPUTE)
-
-
-@triton.jit
-def _step(
-    q,
-    k_ptrs,
-    v_ptrs,
-    keep,
-    acc,
-    lanes,
-    peak,
-    row_scale,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    PROBABILITY: tl.constexpr,
-    FP8_BYTES: tl.constexpr,
-    WORDS: tl.constexpr,
-    MARGIN: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Online softmax over BLOCK_N tokens; only those in `keep` [N] are read (with MASKED) and
-    attended. Probabilities are 2^MARGIN times larger."""
-    if WORDS:
-        v_ptrs = v_ptrs.to(tl.pointer_type(tl.int32))
-        v_ptrs = tl.multiple_of(v_ptrs, [16, 16]) + tl.arange(0, BLOCK_D // 4)[None, :]
-    if MASKED:
-        k = tl.load(k_ptrs, mask=keep[:, None], other=0.0)
-        v = tl.load(v_ptrs, mask=keep[:, None], other=0 if WORDS else 0.0)
-    else:
-        k = tl.load(k_ptrs)
-        v = tl.load(v_ptrs)
-    if DIM != BLOCK_D:
-        inside = (tl.arange(0, BLOCK_D) < DIM)[None, :]
-        k = tl.where(inside, k, tl.zeros_like(k))
-        v = tl.where(inside, v, tl.zeros_like(v))
-    k = as_compute(k, COMPUTE, FP8_BYTES)
-    scores = product(q, tl.trans(k), COMPUTE) * row_scale[:, None]
-    scores = tl.where(keep[None, :], scores, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(scores, 1))
-    reference = new_peak - MARGIN if MARGIN > 0 else new_peak
-    weights = tl.exp2(scores - reference[:, None])
-    shrink = tl.exp2(peak - new_peak)[:, None]
-    rounded = weights.to(PROBABILITY).to(COMPUTE)
-    if WORDS:
-        acc = (
-            _weighted(acc[0], shrink, rounded, v, 0, COMPUTE, FP8_BYTES),
-            _weighted(acc[1], shrink, rounded, v, 1, COMPUTE, FP8_BYTES),
-            _weighted(acc[2], shrink, rounded, v, 2, COMPUTE, FP8_BYTES),
-            _weighted(acc[3], shrink, rounded, v, 3, COMPUTE, FP8_BYTES),
-        )
-    else:
-        acc = acc * shrink + product(rounded, as_compute(v, COMPUTE, FP8_BYTES), COMPUTE)
-    return acc, lanes * shrink + weights, new_peak
 
 
 @direct
@@ -315,7 +253,7 @@ def rows_kernel(
                 )
                 k_at = page * stride_k_p + token * stride_k_s
                 v_at = page * stride_v_p + token * stride_v_s
-                acc, lanes, peak = _step(
+                acc, lanes, peak = attend_step(
                     q, k_head + k_at[:, None], v_head + v_at[:, None], found, acc, lanes, peak,
                     row_scale, DIM, BLOCK_D, COMPUTE, PROBABILITY, FP8_BYTES, WORDS, MARGIN, True,
                 )  # fmt: skip
@@ -328,7 +266,7 @@ def rows_kernel(
             v_cell = k_cell if SAME else tl.load(v_list + (at >> SHIFT)).to(tl.int64) * ALIGN
             k_at = k_cell + (at & (WIDTH - 1)) * stride_k_s
             v_at = v_cell + (at & (WIDTH - 1)) * stride_v_s
-            acc, lanes, peak = _step(
+            acc, lanes, peak = attend_step(
                 q, k_head + k_at[:, None], v_head + v_at[:, None], start + offs_n < total_tokens,
                 acc, lanes, peak, row_scale, DIM, BLOCK_D, COMPUTE, PROBABILITY, FP8_BYTES, WORDS,
                 MARGIN, False,

@@ -13,7 +13,8 @@ from flash_qsa.ops.sparse_attention.launch_rows import (
     launch_merge,
     launch_rows,
 )
-from flash_qsa.ops.sparse_attention.tiles import RowTiles, Segment, UnionTiles
+from flash_qsa.ops.sparse_attention.tiles import RowTiles, Segment
+from flash_qsa.ops.sparse_attention.tiles_union import UnionTiles
 from flash_qsa.targets import power_of_two
 
 
