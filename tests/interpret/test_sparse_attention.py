@@ -160,7 +160,7 @@ def test_shifted_sequences(one_page):
     check(case.poisoned(), SCHEDULES["union-fixed"])
 
 
-@pytest.mark.parametrize("page_size, ratio", [(160, 4), (12, 3), (10, 1), (48, 16)])
+@pytest.mark.parametrize("page_size, ratio", [(160, 4), (12, 3), (10, 1), (16, 2), (48, 16)])
 def test_page_sizes_and_ratios(page_size, ratio):
     shape = Shape(page_size=page_size, ratio=ratio, top_k=3)
     case = AttentionCase.of(make_problem([70], [4], shape))
