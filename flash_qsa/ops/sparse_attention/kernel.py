@@ -53,8 +53,8 @@ class Numbers(NamedTuple):
     """All that schedules depend on.
 
     rows, num_requests, num_decode_tokens, decode_query_len, max_query_len: as `tiles.segments`
-    takes them; the others as `tiles.choose_rows` and `tiles_union.choose_union` do. may_share, hopper:
-    whether the row-union schedules, and the sm_90 one, can take the call's tensors.
+    takes them; the others as `tiles.choose_rows` and `tiles_union.choose_union` do. may_share,
+    hopper: whether the row-union schedules, and the sm_90 one, can take the call's tensors.
     """
 
     rows: int
