@@ -29,6 +29,7 @@ from flash_qsa.ops.sparse_attention.kernel_build_ranks import (
     count_in,
     counts_of,
     join_masks,
+    load_halves,
     locate,
     section_slot,
 )
@@ -151,11 +152,7 @@ def build_kernel(
         counts = tl.zeros([], tl.int64)
         for start in range(0, words, BLOCK_W):
             at = start + offs_w
-            low = tl.load(bitmap + at, mask=at < words, other=0, cache_modifier=".cg")
-            high = tl.zeros_like(low)
-            if HALF > 0:
-                high_at = bitmap + num_words + at
-                high = tl.load(high_at, mask=at < words, other=0, cache_modifier=".cg")
+            low, high = load_halves(bitmap, at, at < words, num_words, HALF)
             own = counts_of(low, high, HALF)
             tl.store(ranks + at, counts + tl.cumsum(own, 0) - own, mask=at < words)
             counts += tl.sum(own, 0)
@@ -204,11 +201,7 @@ def build_kernel(
             word = safe >> 5
             below = (1 << (safe & 31)) - 1
             rank = tl.load(ranks + word, mask=valid, other=0, cache_modifier=".cg")
-            low = tl.load(bitmap + word, mask=valid, other=0, cache_modifier=".cg")
-            high = tl.zeros_like(low)
-            if HALF > 0:
-                high_at = bitmap + num_words + word
-                high = tl.load(high_at, mask=valid, other=0, cache_modifier=".cg")
+            low, high = load_halves(bitmap, word, valid, num_words, HALF)
             rank += counts_of(low & below, high & below, HALF)
             slot = lead + count_in(rank, 0)
             if HALF > 0:

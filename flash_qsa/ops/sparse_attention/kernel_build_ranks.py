@@ -26,6 +26,16 @@ def section_slot(index, other_steps, WHICH: tl.constexpr, PAD: tl.constexpr):
 
 
 @triton.jit
+def load_halves(bitmap, at, wanted, num_words, HALF: tl.constexpr):
+    """Words `at` of the first half's bitmap, or of all rows', and of the second's (0 without)."""
+    low = tl.load(bitmap + at, mask=wanted, other=0, cache_modifier=".cg")
+    high = tl.zeros_like(low)
+    if HALF > 0:
+        high = tl.load(bitmap + num_words + at, mask=wanted, other=0, cache_modifier=".cg")
+    return low, high
+
+
+@triton.jit
 def counts_of(low, high, HALF: tl.constexpr):
     """Blocks of bitmap words: of either half; with HALF, behind FIRST bits of the first alone, and
     behind SECOND bits of the second alone."""

@@ -42,7 +42,8 @@ def launch_union(call: Call, segment: Segment, union: UnionTiles, rows: RowTiles
     counts, shared = buffer(tiles), buffer(tiles)
     sections = buffer(tiles, 2)
     unit_page, unit_token, unit = call.cell_units()
-    block, many = 4 * 32 * union.build_warps, tiles > call.target.processors
+    block = 4 * 32 * union.build_warps
+    limited = union.build_regs is not None and call.target.backend == "cuda"
     build_kernel[(union.build_programs,)](
         call.block_ids,
         call.positions,
@@ -82,8 +83,7 @@ def launch_union(call: Call, segment: Segment, union: UnionTiles, rows: RowTiles
         num_warps=union.build_warps,
         num_stages=1,
         **call.launch_options(),
-        # Four programs a processor: the builder waits for memory most of the time.
-        **({"maxnreg": 64} if many and call.target.backend == "cuda" else {}),
+        **({"maxnreg": union.build_regs} if limited else {}),
     )
     partials = allocate_partials(call, segment, union.splits)
     if union.half:

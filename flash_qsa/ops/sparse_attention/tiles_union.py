@@ -16,7 +16,8 @@ class UnionTiles:
         rows: R, rows that share a list of blocks. block_m: rows of the matrix tile, at least R · G.
         fixed: probabilities relative to the first tile's maximum instead of a running one.
         capacity: blocks a list may hold; a tile that needs more goes to the per-row schedule.
-        build_programs, build_warps: launch of the list builder.
+        build_programs, build_warps, build_regs: launch of the list builder; registers of a thread,
+            None for as many as it takes.
         half: rows of each of the Hopper schedule's two consumers; 0 for the portable schedule.
         producer_regs: registers of a thread of the Hopper schedule's producer.
     """
@@ -31,6 +32,7 @@ class UnionTiles:
     capacity: int
     build_programs: int
     build_warps: int
+    build_regs: int | None
     half: int = 0
     producer_regs: int = 72
 
@@ -85,9 +87,19 @@ def choose_union(
         splits=splits,
         fixed=precise_exponent,
         capacity=-(-capacity // 64) * 64,
-        build_programs=min(tiles, 8 * target.processors),
-        build_warps=16 if tiles <= target.processors else 8,
+        **_builder(tiles, target),
     )
+
+
+def _builder(tiles: int, target: Target) -> dict[str, int | None]:
+    """The list builder's launch. It waits for memory most of the time: many tiles take four
+    programs a processor, few wide ones."""
+    many = tiles > target.processors
+    return {
+        "build_programs": min(tiles, 8 * target.processors),
+        "build_warps": 8 if many else 16,
+        "build_regs": 64 if many else None,
+    }
 
 
 def offset_unit(strides: tuple[int, ...]) -> int:
@@ -147,8 +159,7 @@ def choose_hopper(
         splits=splits,
         fixed=True,
         capacity=-(-capacity // BLOCK_UNION) * BLOCK_UNION,
-        build_programs=min(tiles, 8 * target.processors),
-        build_warps=16 if tiles <= target.processors else 8,
+        **_builder(tiles, target),
         half=half,
         # a producer that converts FP8 holds more
         producer_regs=104 if kv_bytes == 1 else 72,
