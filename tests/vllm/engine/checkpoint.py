@@ -44,7 +44,7 @@ NEW_TOKENS = 6
 PAGE = 80
 """Tokens of a page under serve.py's "little": no fewer than vLLM asks for, a multiple of 16 whose
 keys and values (1,024 bytes a token) are no smaller than the gated delta net's state: 80 on a CPU
-with AVX-512, 48 on one without."""
+with AVX-512's BF16 products, where vLLM keeps that state in FP32, 48 on others."""
 LENGTHS = {
     "enough": (135, 67, 23, 5, 31),
     # serve.py counts their blocks: the first four fill one page and need a second while decoding
